@@ -1,0 +1,1 @@
+"""Facts both sides share: settings, model description, arena geometry, topology, messages, errors."""

@@ -1,0 +1,1 @@
+"""The `coremill` command and its verbs."""
