@@ -13,6 +13,8 @@ SOURCES := pyproject.toml $(shell find top config native worker coordinator tool
 
 .PHONY: demo test dev native ctest lint clean
 .DELETE_ON_ERROR:
+# Every step changes the one environment; two pips at once would trip over each other.
+.NOTPARALLEL:
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/coremill run examples/prompts.jsonl -m smollm2 -o demo-results.jsonl
