@@ -110,7 +110,7 @@ const char *cm_isa_active(void) {
     return cm_isa_name(atomic_load(&active) - 1);
 }
 
-const cm_kernels *cm_kernels_active(void) {
+const cm_kernels *cm_active(void) {
     return cm_kernels_of(atomic_load(&active) - 1);
 }
 

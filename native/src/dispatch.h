@@ -4,9 +4,6 @@
 
 #include "kernels.h"
 
-/* The selected kernels; NULL before the first successful selection. */
-const cm_kernels *cm_kernels_active(void);
-
 /* The kernels of one instruction set, whether or not this CPU can run them; NULL when out of range. */
 const cm_kernels *cm_kernels_of(int isa);
 
