@@ -6,11 +6,9 @@ Loading selects the instruction set once, for the whole process; `COREMILL_ISA` 
 are read then.
 """
 
-__all__ = ["IsaError", "ffi", "lib", "select_isa"]
+from coremill.config.errors import ConfigError
 
-
-class IsaError(RuntimeError):
-    """COREMILL_ISA or COREMILL_CPU_MASK names something unknown, or an instruction set this CPU lacks."""
+__all__ = ["ffi", "lib", "select_isa"]
 
 
 def select_isa(name: str | None = None) -> str:
@@ -20,7 +18,7 @@ def select_isa(name: str | None = None) -> str:
     err = ffi.new("char[]", 512)
     chosen = lib.cm_isa_select(ffi.NULL if name is None else name.encode(), err, len(err))
     if chosen < 0:
-        raise IsaError(ffi.string(err).decode(errors="replace"))
+        raise ConfigError(ffi.string(err).decode(errors="replace"))
     return ffi.string(lib.cm_isa_name(chosen)).decode()
 
 

@@ -187,7 +187,7 @@ def test_masked_features_take_their_isas_away(mask, gone):
 def test_unknown_isa_is_an_error_that_lists_the_known_ones():
     done = show_isa(COREMILL_ISA="avx3")
     assert done.returncode == 1
-    assert "IsaError: COREMILL_ISA: 'avx3' is unknown" in done.stderr
+    assert "ConfigError: COREMILL_ISA: 'avx3' is unknown" in done.stderr
     assert f"known: {', '.join(ISA_BEST_FIRST)};" in done.stderr
     assert f"supported by this CPU: {', '.join(supported_isas()[1])}" in done.stderr
 
@@ -203,17 +203,18 @@ def test_unsupported_isa_is_an_error():
 def test_unknown_feature_in_the_mask_is_an_error(mask):
     done = show_isa(COREMILL_CPU_MASK=mask)
     assert done.returncode == 1
-    assert "IsaError: COREMILL_CPU_MASK: unknown feature" in done.stderr
+    assert "ConfigError: COREMILL_CPU_MASK: unknown feature" in done.stderr
     assert "known: avx2, fma, f16c, bmi2, avxvnni, avx512f" in done.stderr
 
 
 def test_failed_selection_keeps_the_previous_one():
     code = """
-from coremill.native import IsaError, ffi, lib, select_isa
+from coremill.config.errors import ConfigError
+from coremill.native import ffi, lib, select_isa
 select_isa("scalar")
 try:
     select_isa("nonsense")
-except IsaError as e:
+except ConfigError as e:
     print(str(e).startswith("instruction set: 'nonsense' is unknown"))
 print(ffi.string(lib.cm_isa_active()).decode())
 """
