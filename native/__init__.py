@@ -27,7 +27,9 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'coremill.native' has no attribute {name!r}")
     from coremill.native import _native
 
-    select_isa()
+    # An explicit select_isa() that came first stands.
+    if _native.lib.cm_isa_active() == _native.ffi.NULL:
+        select_isa()
     # Both become plain attributes only after a valid selection, so a bad setting fails every time.
     globals().update(ffi=_native.ffi, lib=_native.lib)
     return globals()[name]

@@ -207,6 +207,16 @@ def test_unknown_feature_in_the_mask_is_an_error(mask):
     assert "known: avx2, fma, f16c, bmi2, avxvnni, avx512f" in done.stderr
 
 
+def test_explicit_selection_before_first_use_stands():
+    code = """
+from coremill.native import select_isa
+select_isa("scalar")
+from coremill.native import ffi, lib
+print(ffi.string(lib.cm_isa_active()).decode())
+"""
+    assert output_of(sys.executable, "-c", code).strip() == "scalar"
+
+
 def test_failed_selection_keeps_the_previous_one():
     code = """
 from coremill.config.errors import ConfigError
