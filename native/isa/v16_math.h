@@ -1,0 +1,53 @@
+/* exp2, exp and SiLU over 16 lanes: one source for every instruction set.
+ *
+ * Included at the end of each v16_*.h. Every step is one correctly rounded operation, and no operation may be
+ * contracted or reordered, so the lanes hold the same bits wherever this is compiled. Nothing here calls libm.
+ */
+#ifndef CM_V16_MATH_H
+#define CM_V16_MATH_H
+
+#define CM_LOG2E 0x1.715476p+0f       /* log2(e), and what single precision loses of it */
+#define CM_LOG2E_TAIL 0x1.4ae0cp-26f
+
+/* 2**r for |r| <= 0.5, degree 6, a minimax fit with p(0) = 1 exactly: below 0.8 ulp as evaluated here. */
+V16_INLINE v16 v16_exp2_poly(v16 r) {
+    v16 p = v16_fma(v16_set1(0x1.41fbbcp-13f), r, v16_set1(0x1.5f3e52p-10f));
+    p = v16_fma(p, r, v16_set1(0x1.3b2d4cp-7f));
+    p = v16_fma(p, r, v16_set1(0x1.c6aef2p-5f));
+    p = v16_fma(p, r, v16_set1(0x1.ebfbd8p-3f));
+    p = v16_fma(p, r, v16_set1(0x1.62e430p-1f));
+    return v16_fma(p, r, v16_set1(1.0f));
+}
+
+/* 2**x for x <= 128, or NaN. 0 below -126, so that no result is subnormal; inf at 128; NaN stays NaN. */
+V16_INLINE v16 v16_exp2_upto128(v16 x) {
+    v16 n = v16_round(x);
+    v16 y = v16_scale2(v16_exp2_poly(v16_sub(x, n)), n);
+    return v16_zero_where(v16_less(x, v16_set1(-126.0f)), y);
+}
+
+/* 2**x for any x. */
+V16_INLINE v16 v16_exp2(v16 x) {
+    return v16_exp2_upto128(v16_min(v16_set1(128.0f), x)); /* min hands on its second operand when that is NaN */
+}
+
+/* e**x. The product x * log2(e) is never rounded before the nearest integer has left it, so that the error
+ * stays near 1 ulp over the whole range. */
+V16_INLINE v16 v16_exp(v16 x) {
+    v16 log2e = v16_set1(CM_LOG2E);
+    v16 t = v16_mul(x, log2e);
+    v16 n = v16_round(v16_min(v16_set1(128.0f), t));
+    v16 r = v16_fma(x, v16_set1(CM_LOG2E_TAIL), v16_fma(x, log2e, v16_sub(v16_zero(), n)));
+    v16 y = v16_scale2(v16_exp2_poly(r), n);
+    y = v16_select(v16_less(t, v16_set1(128.0f)), y, v16_add(t, v16_set1(INFINITY))); /* inf, or NaN */
+    /* Up to and including -126, the first float above being -0x1.f7fffep+6: t is rounded, so at -126 itself the
+     * result might be a little below 2**-126. */
+    return v16_zero_where(v16_less(t, v16_set1(-0x1.f7fffep+6f)), y);
+}
+
+/* x / (1 + e**-x) */
+V16_INLINE v16 v16_silu(v16 x) {
+    return v16_div(x, v16_add(v16_set1(1.0f), v16_exp(v16_sub(v16_zero(), x))));
+}
+
+#endif
