@@ -79,6 +79,8 @@ class Begin:
 
     The first `computed` tokens are already in the arena. blocks: the block table from position 0.
     max_tokens counts all generated tokens, those of earlier leases included. stop: byte strings.
+    alone_until: it may have crashed a worker, so no other sequence shares its steps until more than this many
+    of its tokens are computed; None when nothing is held against it.
     """
 
     KIND: ClassVar[int] = 4
@@ -86,6 +88,7 @@ class Begin:
     tokens: tuple[int, ...]
     num_prompt: int
     computed: int
+    alone_until: int | None
     blocks: tuple[int, ...]
     max_tokens: int
     temperature: float
@@ -140,16 +143,16 @@ class Stop:
 class Stepped:
     """What one step did.
 
-    prefilled: (lease, tokens now in the arena) of each sequence that read a chunk.
+    prefilled: (lease, tokens now in the arena) of each sequence that read a chunk without choosing a token.
     tokens: (lease, token, text) of each sequence that chose one; text: bytes now certain to be shown.
-    finished: (lease, "stop" | "length", last bytes of text).
+    finished: (lease, "stop" | "length") of each sequence that needs no more steps; the worker has forgotten it.
     rows, sequences: size of the step; seconds: its duration.
     """
 
     KIND: ClassVar[int] = 10
     prefilled: tuple[tuple[int, int], ...]
     tokens: tuple[tuple[int, int, bytes], ...]
-    finished: tuple[tuple[int, str, bytes], ...]
+    finished: tuple[tuple[int, str], ...]
     rows: int
     sequences: int
     seconds: float

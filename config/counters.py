@@ -1,0 +1,58 @@
+"""One shared page per worker: it counts, everybody may look, and what it counted outlives it.
+
+The page is made by the coordinator and belongs to a worker's place, not to one process: after a restart the
+numbers go on. Each is a native uint64 with one writer, so reads need no lock.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+PAGE_BYTES = 4096
+# Order is the layout. `operations` is bumped by native code at every operation of a step; it must be the first.
+NAMES = (
+    "operations",
+    "steps",  # calls of the native step
+    "step_rows",  # rows of all steps
+    "step_sequences",  # sequences of all steps
+    "prefill_tokens",
+    "decode_tokens",
+    "busy_ns",  # time inside steps
+    "active",  # sequences held now
+    "alone_lease",  # lease that has the present step for itself, else 0
+)
+_INDEX = {name: index for index, name in enumerate(NAMES)}
+
+
+def create_page(name: str) -> int:
+    """Descriptor of a zeroed page; close-on-exec, so it reaches only children it is passed to."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, PAGE_BYTES)
+    return fd
+
+
+class CounterPage:
+    """The page behind a descriptor. `page["steps"] += 1` for its writer, `page.snapshot()` for readers."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        self._words = memoryview(self._map).cast("Q")
+
+    def __getitem__(self, name: str) -> int:
+        return self._words[_INDEX[name]]
+
+    def __setitem__(self, name: str, value: int) -> None:
+        self._words[_INDEX[name]] = value
+
+    @property
+    def words(self) -> memoryview:
+        """All counters, writable, for native code that bumps the first one."""
+        return self._words
+
+    def snapshot(self) -> dict[str, int]:
+        return dict(zip(NAMES, self._words, strict=False))
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()

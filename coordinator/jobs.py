@@ -1,0 +1,176 @@
+"""What the coordinator knows of one sequence, and the order in which waiting ones are served."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from coremill.config.errors import RequestError
+from coremill.config.request import SequenceRequest, SequenceResult
+
+# A waiting sequence is overtaken by longer ones at most this often.
+PATIENCE = 256
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request from submission to result. It survives leases, workers and preemptions.
+
+    tokens: prompt and everything generated so far; text: what has been shown of it, as bytes.
+    progress: the largest number of tokens ever acknowledged as computed.
+    charged_at: its progress when a crash was last charged to it, or None when it has moved on since.
+    deaths_alone: crashes since then with nothing else in the step.
+    """
+
+    ticket: int
+    request: SequenceRequest
+    tokens: list[int]
+    text: bytearray = field(default_factory=bytearray)
+    lease: Lease | None = None
+    progress: int = 0
+    charged_at: int | None = None
+    deaths_alone: int = 0
+    num_preempted: int = 0
+    last_worker: int = -1
+    phase: str = "queued"
+    phase_since: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {"queued": 0.0, "prefill": 0.0, "decode": 0.0})
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions it can ever need in the arena: the last token it chooses is never read."""
+        return self.num_prompt + self.request.max_tokens - 1
+
+    @property
+    def work_left(self) -> int:
+        """Tokens still to compute, at most."""
+        done = self.lease.computed if self.lease else 0
+        return self.max_positions - done
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller is more entitled to blocks: higher priority first, then older."""
+        return (-self.request.priority, self.ticket)
+
+    def enter(self, phase: str, now: float) -> None:
+        """Book the time since the last change of phase ("queued", "prefill", "decode", "done")."""
+        if self.phase != "done":
+            self.seconds[self.phase] += now - self.phase_since
+        self.phase, self.phase_since = phase, now
+
+    def acknowledge(self, computed: int) -> None:
+        """The first `computed` tokens are in the arena. Moving on clears it of earlier crashes."""
+        if computed > self.progress:
+            self.progress = computed
+            if self.charged_at is not None and computed > self.charged_at:
+                self.charged_at, self.deaths_alone = None, 0
+
+    def result(self, now: float, finish_reason: str | None = None, error: RequestError | None = None) -> SequenceResult:
+        """The outcome, which ends its life."""
+        self.enter("done", now)
+        return SequenceResult(
+            key=self.request.key,
+            token_ids=self.tokens[self.num_prompt :],
+            text=self.text.decode("utf-8", "replace"),
+            finish_reason=finish_reason,
+            error=error,
+            queued_s=self.seconds["queued"],
+            prefill_s=self.seconds["prefill"],
+            decode_s=self.seconds["decode"],
+            worker=self.last_worker,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """One stay of a sequence with one worker. closing: asked back, blocks not ours again yet; when its sequence
+    has another lease or none by then, it was cancelled."""
+
+    number: int
+    worker: int
+    sequence: Sequence
+    blocks: list[int]
+    computed: int = 0
+    closing: bool = False
+
+
+class _Level:
+    """Waiting sequences of equal standing: longest work first, but nobody is overtaken forever."""
+
+    def __init__(self) -> None:
+        self._by_age: dict[int, tuple[Sequence, int]] = {}  # ticket -> (sequence, pops when it came)
+        self._by_work: list[tuple[int, int]] = []  # heap of (-work, ticket); may hold tickets that have left
+        self._num_pops = 0
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def push(self, sequence: Sequence, longest_first: bool) -> None:
+        self._by_age[sequence.ticket] = (sequence, self._num_pops)
+        work = sequence.work_left if longest_first else 0
+        heapq.heappush(self._by_work, (-work, sequence.ticket))
+
+    def peek(self) -> Sequence:
+        oldest, came = next(iter(self._by_age.values()))
+        if self._num_pops - came >= PATIENCE:
+            return oldest
+        while self._by_work[0][1] not in self._by_age:
+            heapq.heappop(self._by_work)
+        return self._by_age[self._by_work[0][1]][0]
+
+    def pop(self, sequence: Sequence) -> None:
+        self.remove(sequence)
+        self._num_pops += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._by_age[sequence.ticket]
+        if not self._by_age:
+            self._by_work.clear()
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for sequence, _ in self._by_age.values())
+
+
+class WaitingLine:
+    """Everything that waits. Higher priority first; at equal priority what has run before, oldest first,
+    then fresh sequences, longest first (the file then ends with short rows, which balance well)."""
+
+    def __init__(self) -> None:
+        self._levels: dict[tuple[int, bool], _Level] = {}
+        self._order: list[tuple[int, bool]] = []
+        self._where: dict[int, tuple[int, bool]] = {}
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for key in self._order for sequence in self._levels[key])
+
+    def push(self, sequence: Sequence) -> None:
+        fresh = sequence.last_worker < 0
+        key = (-sequence.request.priority, fresh)
+        if key not in self._levels:
+            self._levels[key] = _Level()
+            self._order = sorted(self._levels)
+        self._levels[key].push(sequence, longest_first=fresh)
+        self._where[sequence.ticket] = key
+
+    def peek(self) -> Sequence | None:
+        """The one to serve next."""
+        return next((self._levels[key].peek() for key in self._order if self._levels[key]), None)
+
+    def pop(self, sequence: Sequence) -> None:
+        """Take out the sequence that peek() showed."""
+        self._leave(sequence).pop(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that does not want to wait any longer."""
+        self._leave(sequence).remove(sequence)
+
+    def _leave(self, sequence: Sequence) -> _Level:
+        return self._levels[self._where.pop(sequence.ticket)]

@@ -1,0 +1,424 @@
+"""Which sequence runs where, with which blocks. Events in, instructions out: no socket, clock or process here.
+
+The life of a sequence
+
+    Submitted --> waiting --> leased: prefill --> leased: decode --> finished
+                     ^            |    |                |
+                     |            '----'-- Released ----|   (blocks were short: the least entitled gives way)
+                     '---------------------WorkerDied --'   (its tokens so far are prefilled again elsewhere)
+
+A lease owns its blocks from Begin until the worker has said Finished, Released or Failed, or is dead and reaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from coremill.config.errors import RequestError
+from coremill.config.messages import (
+    Begin,
+    Cancel,
+    Extend,
+    Failed,
+    Ready,
+    Release,
+    Released,
+    Stepped,
+    Stop,
+)
+from coremill.coordinator.blocks import BlockPool
+from coremill.coordinator.events import (
+    Cancelled,
+    Closing,
+    Event,
+    Finish,
+    FromWorker,
+    GiveUp,
+    Instruction,
+    RetireWorker,
+    Send,
+    StartWorker,
+    Submitted,
+    WorkerDied,
+)
+from coremill.coordinator.jobs import Lease, Sequence, WaitingLine
+
+# Two fruitless deaths in a row and a worker is not started again; the last worker gets a few more chances.
+FRUITLESS_DEATHS = 2
+FRUITLESS_DEATHS_OF_LAST = 5
+# As many deaths without a single step of any worker between them: something is wrong with this machine.
+DEATHS_WITHOUT_STEP = 16
+DEATHS_ALONE = 2
+
+
+class SchedulerError(AssertionError):
+    """The books are wrong, or a worker said what it cannot say: a bug, not a condition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes the scheduler plans with, in sequences, blocks and tokens.
+
+    look_ahead: a table is this much longer than its tokens, so that a worker never waits for Extend.
+    urgent: with less room than this, and no free block, somebody must give way.
+    """
+
+    num_workers: int
+    max_active: int
+    num_blocks: int
+    max_length: int
+    block_tokens: int = 32
+    look_ahead: int = 32
+    urgent: int = 8
+
+
+@dataclass(slots=True)
+class Slot:
+    """One worker as the scheduler sees it. suspect: its lease that must step alone, if any."""
+
+    index: int
+    state: str = "starting"  # "starting" | "ready" | "retired"
+    leases: dict[int, Lease] = field(default_factory=dict)
+    stepped: bool = False
+    fruitless_deaths: int = 0
+
+    @property
+    def live(self) -> bool:
+        return self.state != "retired"
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Order in which workers get work: fewest sequences, then least work left."""
+        return (len(self.leases), sum(lease.sequence.work_left for lease in self.leases.values()), self.index)
+
+    @property
+    def has_suspect(self) -> bool:
+        return any(lease.sequence.charged_at is not None for lease in self.leases.values())
+
+
+class Scheduler:
+    """See the module. `advance` is the only door; `check` may be called at any time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.blocks = BlockPool(limits.num_blocks)
+        self.slots = [Slot(index) for index in range(limits.num_workers)]
+        self.waiting = WaitingLine()
+        self.suspects = WaitingLine()
+        self.sequences: dict[int, Sequence] = {}  # by ticket, until finished
+        self.closed: str | None = None
+        self._hungry: dict[int, Lease] = {}  # leases whose tables should grow
+        self._last_lease = 0
+        self._deaths_without_step = 0
+        self._out: list[Instruction] = []
+
+    def start(self) -> list[Instruction]:
+        """The first instructions."""
+        return [StartWorker(slot.index) for slot in self.slots]
+
+    def advance(self, events: Iterable[Event], now: float) -> list[Instruction]:
+        """Take in events that have happened by `now` (seconds, any origin); say what to do."""
+        self._out = []
+        for event in events:
+            match event:
+                case FromWorker(worker, message):
+                    self._heard(self.slots[worker], message, now)
+                case Submitted(ticket, request):
+                    self._submitted(ticket, request, now)
+                case Cancelled(ticket):
+                    self._cancelled(ticket, now)
+                case WorkerDied():
+                    self._died(event, now)
+                case Closing():
+                    self._finish_all("engine_closed", "the engine was closed before this request was done", now)
+        if self.closed is None:
+            self._feed_hungry(now)
+            self._fill_workers(now)
+        return self._out
+
+    # ---- what has happened ----
+
+    def _submitted(self, ticket: int, request, now: float) -> None:
+        sequence = Sequence(ticket, request, list(request.prompt_ids), phase_since=now)
+        error = self._refusal(sequence)
+        if error is not None:
+            self._out.append(Finish(ticket, sequence.result(now, error=error)))
+            return
+        self.sequences[ticket] = sequence
+        self.waiting.push(sequence)
+
+    def _refusal(self, sequence: Sequence) -> RequestError | None:
+        """Why a request can never run: checked before anything is spent on it."""
+        if self.closed is not None:
+            return RequestError("engine_closed", self.closed)
+        if not sequence.num_prompt:
+            return RequestError("empty_prompt", "the prompt has no tokens; it needs at least 1", "prompt")
+        max_tokens = sequence.request.max_tokens
+        if max_tokens < 1:
+            return RequestError("invalid_value", f"max_tokens is {max_tokens}; it must be at least 1", "max_tokens")
+        total = sequence.num_prompt + max_tokens
+        asked = f"{sequence.num_prompt} prompt tokens and max_tokens {max_tokens} make {total} tokens"
+        if total > self.limits.max_length:
+            limit = f"the longest request is {self.limits.max_length} tokens (ctx)"
+            return RequestError("context_length_exceeded", f"{asked}; {limit}", "max_tokens")
+        if self._blocks_for(sequence.max_positions) > self.limits.num_blocks:
+            capacity = self.limits.num_blocks * self.limits.block_tokens
+            return RequestError("arena_too_small", f"{asked}; the whole KV arena holds {capacity} tokens", "max_tokens")
+        return None
+
+    def _cancelled(self, ticket: int, now: float) -> None:
+        sequence = self.sequences.get(ticket)
+        if sequence is None:
+            return
+        if sequence.lease is None:
+            self._line_of(sequence).remove(sequence)
+        else:
+            lease, sequence.lease = sequence.lease, None
+            self._hungry.pop(lease.number, None)
+            lease.closing = True
+            self._out.append(Send(lease.worker, Cancel(lease.number)))
+        self._finish(sequence, now, error=RequestError("cancelled", "the request was cancelled"))
+
+    def _heard(self, slot: Slot, message, now: float) -> None:
+        match message:
+            case Stepped():
+                self._stepped(slot, message, now)
+            case Ready():
+                slot.state = "ready"
+            case Released(number, computed):
+                lease = self._close_lease(slot, number)
+                if lease.sequence.lease is lease:
+                    lease.sequence.acknowledge(computed)
+                    self._requeue(lease.sequence, now)
+            case Failed(number, code, text):
+                lease = self._close_lease(slot, number)
+                if lease.sequence.lease is lease:
+                    self._finish(lease.sequence, now, error=RequestError(code, text))
+
+    def _stepped(self, slot: Slot, message: Stepped, now: float) -> None:
+        slot.stepped = True
+        slot.fruitless_deaths = self._deaths_without_step = 0
+        for number, computed in message.prefilled:
+            self._moved_on(slot.leases[number], computed)
+        for number, token, text in message.tokens:
+            lease = slot.leases[number]
+            sequence = lease.sequence
+            if sequence.lease is lease:
+                if sequence.phase == "prefill":
+                    sequence.enter("decode", now)
+                computed = len(sequence.tokens)
+                sequence.tokens.append(token)
+                sequence.text += text
+                self._moved_on(lease, computed)
+        for number, reason in message.finished:
+            lease = self._close_lease(slot, number)
+            if lease.sequence.lease is lease:
+                self._finish(lease.sequence, now, finish_reason=reason)
+
+    def _moved_on(self, lease: Lease, computed: int) -> None:
+        lease.computed = computed
+        lease.sequence.acknowledge(computed)
+        if not lease.closing and len(lease.blocks) < self._blocks_wanted(lease.sequence):
+            self._hungry[lease.number] = lease
+
+    # ---- deaths ----
+
+    def _died(self, event: WorkerDied, now: float) -> None:
+        slot = self.slots[event.worker]
+        was_ready, stepped, held = slot.state == "ready", slot.stepped, list(slot.leases)
+        blamed = self._charge(slot, event, now)
+        for number in held:
+            lease = self._close_lease(slot, number)
+            if lease.sequence.lease is lease:
+                self._requeue(lease.sequence, now)
+        slot.state, slot.stepped = "starting", False
+        idle = was_ready and not held
+        if not (stepped or idle or blamed):
+            slot.fruitless_deaths += 1
+        self._deaths_without_step += 1
+        if self.closed is None:
+            self._restart_or_not(slot, event, now)
+
+    def _charge(self, slot: Slot, event: WorkerDied, now: float) -> bool:
+        """Book a crash on those who may have caused it. True when one row alone must have.
+
+        Rows that shared the step are suspects, not culprits: each runs alone until it has moved on.
+        """
+        if not event.crashed:
+            return False
+        alone = slot.leases.get(event.alone)
+        if alone is None:
+            for lease in slot.leases.values():
+                if lease.sequence.lease is lease and lease.sequence.charged_at is None:
+                    lease.sequence.charged_at = lease.sequence.progress
+            return False
+        sequence = alone.sequence
+        if sequence.lease is not alone or sequence.charged_at is None:
+            return True
+        sequence.deaths_alone += 1
+        if sequence.deaths_alone >= DEATHS_ALONE:
+            text = (
+                f"the worker crashed {DEATHS_ALONE} times while it ran this request alone ({event.cause}); "
+                "the request has been set aside"
+            )
+            sequence.lease = None
+            self._finish(sequence, now, error=RequestError("worker_crashed", text))
+        return True
+
+    def _restart_or_not(self, slot: Slot, event: WorkerDied, now: float) -> None:
+        last = sum(other.live for other in self.slots) == 1
+        fruitless = FRUITLESS_DEATHS_OF_LAST if last else FRUITLESS_DEATHS
+        if self._deaths_without_step >= DEATHS_WITHOUT_STEP or event.hopeless and last:
+            self._give_up(event.cause, now)
+        elif slot.fruitless_deaths < fruitless and not event.hopeless:
+            self._out.append(StartWorker(slot.index))
+        elif last:
+            self._give_up(event.cause, now)
+        else:
+            slot.state = "retired"
+            self._out.append(RetireWorker(slot.index, event.cause))
+
+    def _give_up(self, cause: str, now: float) -> None:
+        reason = f"no worker can go on: {cause}"
+        self._finish_all("engine_failed", reason, now)
+        self._out.append(GiveUp(reason))
+
+    def _finish_all(self, code: str, reason: str, now: float) -> None:
+        if self.closed is not None:
+            return
+        self.closed = reason
+        for sequence in list(self.sequences.values()):
+            if sequence.lease is None:
+                self._line_of(sequence).remove(sequence)
+            sequence.lease = None
+            self._finish(sequence, now, error=RequestError(code, reason))
+        self._hungry.clear()
+        self._out += [Send(slot.index, Stop()) for slot in self.slots if slot.live]
+
+    # ---- ends and returns ----
+
+    def _finish(self, sequence: Sequence, now: float, finish_reason=None, error: RequestError | None = None) -> None:
+        sequence.lease = None
+        del self.sequences[sequence.ticket]
+        self._out.append(Finish(sequence.ticket, sequence.result(now, finish_reason, error)))
+
+    def _requeue(self, sequence: Sequence, now: float) -> None:
+        sequence.lease = None
+        sequence.enter("queued", now)
+        self._line_of(sequence).push(sequence)
+
+    def _line_of(self, sequence: Sequence) -> WaitingLine:
+        return self.waiting if sequence.charged_at is None else self.suspects
+
+    def _close_lease(self, slot: Slot, number: int | None) -> Lease:
+        lease = slot.leases.pop(number, None)
+        if lease is None:
+            raise SchedulerError(f"worker {slot.index} speaks of lease {number}, which it does not hold")
+        self._hungry.pop(number, None)
+        self.blocks.give_back(lease.blocks)
+        return lease
+
+    # ---- blocks for those who run ----
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_tokens)
+
+    def _blocks_wanted(self, sequence: Sequence) -> int:
+        ahead = min(len(sequence.tokens) + self.limits.look_ahead, sequence.max_positions)
+        return self._blocks_for(max(ahead, 1))
+
+    def _feed_hungry(self, now: float) -> None:
+        """Extend tables that run short, the most entitled first; without free blocks make somebody give way."""
+        for lease in sorted(self._hungry.values(), key=lambda lease: lease.sequence.rank):
+            if lease.closing:  # gave way to one served before it
+                continue
+            missing = self._blocks_wanted(lease.sequence) - len(lease.blocks)
+            count = min(missing, self.blocks.num_free)
+            if count > 0:
+                taken = self.blocks.take(count)
+                lease.blocks += taken
+                self._out.append(Send(lease.worker, Extend(lease.number, tuple(taken))))
+            if count >= missing:
+                del self._hungry[lease.number]
+            elif len(lease.blocks) * self.limits.block_tokens - lease.computed < self.limits.urgent:
+                self._make_room(missing - count)
+
+    def _make_room(self, needed: int) -> None:
+        """Ask the least entitled sequences for their blocks until `needed` are on their way back."""
+        leases = [lease for slot in self.slots for lease in slot.leases.values()]
+        needed -= sum(len(lease.blocks) for lease in leases if lease.closing)
+        running = sorted((lease for lease in leases if not lease.closing), key=lambda lease: lease.sequence.rank)
+        while needed > 0 and len(running) > 1:
+            victim = running.pop()
+            needed -= len(victim.blocks)
+            victim.closing = True
+            victim.sequence.num_preempted += 1
+            self._hungry.pop(victim.number, None)
+            self._out.append(Send(victim.worker, Release(victim.number)))
+
+    # ---- work for those who idle ----
+
+    def _fill_workers(self, now: float) -> None:
+        while len(self.suspects) + len(self.waiting):
+            ready = [slot for slot in self.slots if slot.state == "ready" and len(slot.leases) < self._share()]
+            innocent = [slot for slot in ready if not slot.has_suspect]
+            if self.suspects and innocent:
+                line, ready = self.suspects, innocent
+            else:
+                line = self.waiting
+            sequence = line.peek()
+            if sequence is None or not ready or not self._fits(sequence):
+                return
+            line.pop(sequence)
+            self._begin(sequence, min(ready, key=lambda slot: slot.load), now)
+
+    def _share(self) -> int:
+        """Most sequences per worker. When few are left they are spread, also over workers still starting."""
+        total = len(self.suspects) + len(self.waiting) + sum(len(slot.leases) for slot in self.slots)
+        live = sum(slot.live for slot in self.slots)
+        return min(self.limits.max_active, -(-total // live))
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Admit on current need, if those who run keep room to grow; more of it the more often it gave way."""
+        if self._hungry:
+            return False
+        running = [lease for slot in self.slots for lease in slot.leases.values()]
+        growing = sum(len(x.blocks) < self._blocks_for(x.sequence.max_positions) for x in running)
+        reserve = growing << min(sequence.num_preempted, 4)
+        return self._blocks_wanted(sequence) + reserve <= self.blocks.num_free
+
+    def _begin(self, sequence: Sequence, slot: Slot, now: float) -> None:
+        self._last_lease += 1
+        lease = Lease(self._last_lease, slot.index, sequence, self.blocks.take(self._blocks_wanted(sequence)))
+        slot.leases[lease.number] = lease
+        sequence.lease, sequence.last_worker = lease, slot.index
+        sequence.enter("prefill", now)
+        request = sequence.request
+        begin = Begin(
+            lease=lease.number,
+            tokens=tuple(sequence.tokens),
+            num_prompt=sequence.num_prompt,
+            computed=0,
+            alone_until=sequence.charged_at,
+            blocks=tuple(lease.blocks),
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            seed=request.seed,
+            stop=request.stop,
+        )
+        self._out.append(Send(slot.index, begin))
+
+    # ---- the books ----
+
+    def check(self) -> None:
+        """AssertionError unless every block is free or in one table and every sequence is in one place."""
+        leases = [lease for slot in self.slots for lease in slot.leases.values()]
+        self.blocks.check(lease.blocks for lease in leases)
+        running = [lease.sequence.ticket for lease in leases if lease.sequence.lease is lease]
+        waiting = [sequence.ticket for line in (self.waiting, self.suspects) for sequence in line]
+        assert sorted(running + waiting) == sorted(self.sequences), "a sequence is lost or in two places"
+        assert all(slot.state == "ready" for slot in self.slots if slot.leases), "a lease without a ready worker"

@@ -1,0 +1,176 @@
+"""The worker's loop: hear what is new, build a step, compute it, tell what came out.
+
+    while something can run:   messages that are there already -> step -> Stepped
+    otherwise:                 sleep until a message comes
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from coremill.config.counters import CounterPage
+from coremill.config.messages import (
+    Begin,
+    Cancel,
+    Extend,
+    Failed,
+    Measured,
+    Message,
+    ProtocolError,
+    Release,
+    Released,
+    Stats,
+    Stepped,
+    Stop,
+)
+from coremill.worker.batch import StepBatch, StepOutput
+from coremill.worker.counters import Memory
+from coremill.worker.sequences import Sequence, plan_step
+
+
+class Channel(Protocol):
+    """The worker's end of the socket."""
+
+    def send(self, message: Message) -> None: ...
+    def receive(self, wait: bool) -> Message | None:
+        """The next message; without `wait`, None when there is none yet."""
+
+
+class Model(Protocol):
+    def new_batch(self) -> StepBatch: ...
+    def step(self, batch: StepBatch) -> list[StepOutput]: ...
+
+
+class WorkerLoop:
+    """Holds the sequences of one worker.
+
+    Args:
+        token_bytes: bytes of each token id, b"" for those that are not shown.
+        stop_ids: tokens that end generation.
+        step_tokens: rows of a step and longest prefill chunk.
+        counters: this worker's page.
+        measure: this process' memory.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        model: Model,
+        token_bytes: SequenceOf[bytes],
+        *,
+        stop_ids: SequenceOf[int],
+        step_tokens: int,
+        counters: CounterPage,
+        measure,
+    ) -> None:
+        self.channel = channel
+        self.model = model
+        self.batch = model.new_batch()
+        self.token_bytes = token_bytes
+        self.stop_ids = frozenset(stop_ids)
+        self.step_tokens = step_tokens
+        self.counters = counters
+        self.measure = measure
+        self.sequences: dict[int, Sequence] = {}  # by lease, oldest first
+        self._newest = 0
+
+    def run(self) -> None:
+        """Until Stop."""
+        while True:
+            plan = plan_step(self.sequences.values(), self.step_tokens)
+            message = self.channel.receive(wait=not plan)
+            while message is not None:
+                if isinstance(message, Stop):
+                    return
+                self._hear(message)
+                message = self.channel.receive(wait=False)
+                plan = None
+            if plan is None:
+                plan = plan_step(self.sequences.values(), self.step_tokens)
+            if plan:
+                self._step(plan)
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Begin():
+                self.sequences[message.lease] = Sequence(message, self.token_bytes)
+                self._newest = message.lease
+            case Extend():
+                sequence = self._find(message.lease)
+                if sequence is not None:
+                    sequence.blocks.extend(message.blocks)
+            case Cancel() | Release():
+                sequence = self._find(message.lease)
+                if sequence is not None:
+                    del self.sequences[message.lease]
+                    self.channel.send(Released(message.lease, sequence.computed))
+            case Stats():
+                memory: Memory = self.measure()
+                self.channel.send(
+                    Measured(message.request, memory.rss, memory.pss, memory.weights, memory.arena, memory.private)
+                )
+            case _:
+                raise ProtocolError(f"a worker cannot be sent {type(message).__name__}")
+        self.counters["active"] = len(self.sequences)
+
+    def _find(self, lease: int) -> Sequence | None:
+        """None when it has ended here, which the coordinator did not know when it wrote."""
+        sequence = self.sequences.get(lease)
+        if sequence is None and lease > self._newest:
+            raise ProtocolError(f"lease {lease} has never begun here")
+        return sequence
+
+    def _step(self, plan: list[tuple[Sequence, int]]) -> None:
+        counters, batch = self.counters, self.batch
+        counters["alone_lease"] = plan[0][0].lease if plan[0][0].suspect else 0
+        batch.clear()
+        for sequence, count in plan:
+            end = sequence.computed + count
+            sample = sequence.sample if end == len(sequence.tokens) else None
+            batch.add(sequence.tokens[sequence.computed : end], sequence.computed, sequence.blocks, sample)
+        begun = time.monotonic_ns()
+        outputs = self.model.step(batch)
+        spent = time.monotonic_ns() - begun
+        self._report(plan, outputs, spent)
+        counters["alone_lease"] = 0
+
+    def _report(self, plan: list[tuple[Sequence, int]], outputs: list[StepOutput], spent_ns: int) -> None:
+        prefilled, tokens, finished, failed = [], [], [], []
+        chosen = iter(outputs)
+        rows = decoded = 0
+        for sequence, count in plan:
+            rows += count
+            decoded += count == 1 and sequence.computed >= sequence.num_prompt
+            sequence.computed += count
+            if sequence.num_pending:
+                prefilled.append((sequence.lease, sequence.computed))
+                continue
+            output = next(chosen)
+            if output.status != "ok":
+                failed.append(sequence.lease)
+                continue
+            shown, reason = sequence.choose(output.token, self.token_bytes[output.token], self.stop_ids)
+            tokens.append((sequence.lease, output.token, shown))
+            if reason is not None:
+                finished.append((sequence.lease, reason))
+        self._count(rows, len(plan), decoded, spent_ns)
+        for lease in [*failed, *(lease for lease, _ in finished)]:
+            del self.sequences[lease]
+        self.counters["active"] = len(self.sequences)
+        self.channel.send(
+            Stepped(tuple(prefilled), tuple(tokens), tuple(finished), rows, len(plan), spent_ns * 1e-9)
+        )
+        for lease in failed:
+            text = "the model's logits for the next token are not finite numbers"
+            self.channel.send(Failed(lease, "nonfinite_logits", text, ""))
+
+    def _count(self, rows: int, sequences: int, decoded: int, spent_ns: int) -> None:
+        counters = self.counters
+        counters["steps"] += 1
+        counters["step_rows"] += rows
+        counters["step_sequences"] += sequences
+        counters["prefill_tokens"] += rows - decoded
+        counters["decode_tokens"] += decoded
+        counters["busy_ns"] += spent_ns
