@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from coremill.config.errors import ConfigError
+from coremill.config.options import BY_NAME, default_of, of_group
+from coremill.config.settings import Settings, from_keywords
+
+# Longest request when neither the user nor a shorter model says otherwise.
+DEFAULT_CTX = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine. None means: decided from the machine and the model.
 
-    Attributes:
+    Attributes (limits and defaults: config/options.py):
         workers: number of worker processes; None: one per core group.
         cores_per_worker: cores in each worker's group.
         max_active: sequences one worker steps together.
@@ -22,30 +28,41 @@ class EngineConfig:
         prefix_cache: share computed prefixes between sequences.
         step_tokens: rows of one step, which is also the longest prefill chunk.
         profile: time each operation of a step.
+
+    ConfigError when a value is outside its limits.
     """
 
-    workers: int | None = None
-    cores_per_worker: int | None = None
-    max_active: int = 16
-    ctx: int | None = None
-    arena: int | None = None
-    kv: str = "f16"
-    seed: int = 0
-    prefix_cache: bool = True
-    step_tokens: int = 128
-    profile: bool = False
+    workers: int | None = default_of("workers")
+    cores_per_worker: int | None = default_of("cores_per_worker")
+    max_active: int = default_of("max_active")
+    ctx: int | None = default_of("ctx")
+    arena: int | None = default_of("arena")
+    kv: str = default_of("kv")
+    seed: int = default_of("seed")
+    prefix_cache: bool = default_of("prefix_cache")
+    step_tokens: int = default_of("step_tokens")
+    profile: bool = default_of("profile")
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("workers", 1, 4096),
-            ("cores_per_worker", 1, 4096),
-            ("max_active", 1, 1024),
-            ("ctx", 2, 1 << 30),
-            ("arena", 1, 1 << 60),
-            ("step_tokens", 1, 8192),
-        ):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ConfigError(f"{name} is {value}: it must lie between {low} and {high}")
-        if self.kv != "f16":
-            raise ConfigError(f"kv is {self.kv!r}: only 'f16' is supported")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or BY_NAME[field.name].default is not None:
+                BY_NAME[field.name].check(value, field.name)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> EngineConfig:
+        """The engine's part of a verb's settings; options the verb does not have keep their defaults."""
+        return cls(**settings.of_group("engine"))
+
+    @classmethod
+    def from_keywords(cls, **options: Any) -> EngineConfig:
+        """From Python: keywords, then COREMILL_ variables, then the file of `config=`, then defaults."""
+        return cls.from_settings(from_keywords(of_group("engine"), options))
+
+    def longest_request(self, context_length: int) -> int:
+        """`ctx` for a model of this context length, in tokens. ConfigError when it is longer than that."""
+        if self.ctx is None:
+            return min(context_length, DEFAULT_CTX)
+        if self.ctx > context_length:
+            raise ConfigError(f"ctx is {self.ctx}: the model's context length is {context_length} tokens")
+        return self.ctx

@@ -1,0 +1,176 @@
+"""The one table of options: of every verb of the command line, of the environment, of TOML files and of Python.
+
+An option `max_active` is `--max-active` on the command line, `COREMILL_MAX_ACTIVE` in the environment,
+`max_active` in a TOML file and a keyword of `Coordinator`. A flag also has its opposite: `--no-prefix-cache`,
+`COREMILL_NO_PREFIX_CACHE=1`, `no_prefix_cache = true`. The first source that names an option wins:
+
+    command line (in Python: keywords)
+    environment
+    --config FILE
+    coremill.toml in the current folder
+    user's file: $XDG_CONFIG_HOME/coremill/config.toml (default ~/.config)
+    the default
+
+Python reads no files unless it is given one with `config=`. docs/options.md is written from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from coremill.config.errors import ConfigError
+from coremill.config.kinds import Choice, Flag, Integer, Kind, Number, Size, Text
+
+ENV_PREFIX = "COREMILL_"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the table.
+
+    Attributes:
+        name: as in TOML and Python.
+        kind: how values are read and checked, and their limits.
+        default: None when it is decided later; `default_text` then says how.
+        verbs: the commands that have it.
+        group: "engine" (a field of EngineConfig), "sampling" (a field of SamplingParams: what rows that say
+            nothing get) or "command".
+        short: one-letter form on the command line.
+        in_files: may stand in a TOML file.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    verbs: tuple[str, ...]
+    group: str = "command"
+    short: str | None = None
+    default_text: str = ""
+    in_files: bool = True
+
+    @property
+    def switch(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def is_flag(self) -> bool:
+        return isinstance(self.kind, Flag)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in files and, in capitals, in the environment."""
+        return (self.name, f"no_{self.name}") if self.is_flag else (self.name,)
+
+    def read(self, text: str, where: str) -> Any:
+        """The value of a text from the command line or the environment. `where` names it in the error."""
+        return self._value(self.kind.read, text, where)
+
+    def check(self, value: Any, where: str) -> Any:
+        """A value that has a type already, from TOML or Python."""
+        return self._value(self.kind.check, value, where)
+
+    def _value(self, convert: Any, value: Any, where: str) -> Any:
+        try:
+            return convert(value)
+        except ValueError:
+            shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
+            raise ConfigError(f"{where} is {shown}: it must be {self.kind.limit}") from None
+
+
+# A verb's options are those whose row names it.
+_ENGINE = ("run", "bench")
+_MODEL = ("run", "bench", "perplexity", "pack", "inspect")
+
+OPTIONS: tuple[Option, ...] = (
+    Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
+           _MODEL, short="-m", default_text="none"),
+    # ---- the engine: fields of EngineConfig ----
+    Option("workers", Integer(1, 4096), None, "Worker processes.",
+           _ENGINE, "engine", default_text="one for each core group"),
+    Option("cores_per_worker", Integer(1, 4096, "K"), None,
+           "Physical cores in each worker's core group, which run a step together.",
+           (*_ENGINE, "perplexity"), "engine", default_text="1"),
+    Option("max_active", Integer(1, 1024, "B"), 16, "Sequences that a worker steps together.", _ENGINE, "engine"),
+    Option("ctx", Integer(2, 1 << 30, "T"), None, "Longest request, prompt and completion together, in tokens.",
+           _ENGINE, "engine", default_text="the model's context length, at most 4096"),
+    Option("arena", Size(), None, "Memory for the KV cache of all sequences together.",
+           _ENGINE, "engine", default_text="room for all active sequences, at most half of the memory left"),
+    Option("kv", Choice(("f16",)), "f16", "Type of the KV cache.", _ENGINE, "engine"),
+    Option("seed", Integer(-(2**63), 2**63 - 1, "S"), 0,
+           "Seed of the run, from which rows without a seed draw theirs.", ("run",), "engine"),
+    Option("prefix_cache", Flag(), True, "Share the computed prefixes of prompts.", _ENGINE, "engine"),
+    Option("step_tokens", Integer(1, 8192), 128,
+           "Tokens of one step, which is also the longest piece of a prompt computed at once.",
+           (*_ENGINE, "perplexity"), "engine"),
+    Option("profile", Flag(), False, "Time each operation and print the table.", ("run",), "engine"),
+    # ---- what rows get that say nothing: fields of SamplingParams ----
+    Option("max_tokens", Integer(1, 2**31 - 1), None, "Longest completion, for rows that do not say.",
+           ("run",), "sampling", default_text="16 for completions, the room left in ctx for chat"),
+    Option("temperature", Number(0, 2), 1.0,
+           "Sampling temperature, for rows that do not say; 0 takes the most likely token.", ("run",), "sampling"),
+    Option("top_p", Number(0, 1), 1.0,
+           "Choose among the most likely tokens of this total probability, for rows that do not say.",
+           ("run",), "sampling"),
+    Option("top_k", Integer(0, 2**31 - 1, "K"), 0,
+           "Choose among this many most likely tokens, for rows that do not say; 0 for all.", ("run",), "sampling"),
+    Option("min_p", Number(0, 1), 0.0,
+           "Leave out tokens less likely than this share of the most likely one, for rows that do not say.",
+           ("run",), "sampling"),
+    # ---- commands ----
+    Option("output", Text("OUT"), None, "File to write: the results of run, the packed model of pack.",
+           ("run", "pack"), short="-o", default_text="required by run"),
+    Option("errors", Text("FILE"), None, "File for rows that failed.",
+           ("run",), default_text="OUT with .jsonl replaced by .errors.jsonl"),
+    Option("retry_errors", Flag(), False, "Run the rows again that failed in an earlier run.", ("run",)),
+    Option("in_order", Flag(), False, "Write results in input order instead of as they finish.", ("run",)),
+    Option("strict", Flag(), False, "Refuse the whole file when any row is wrong, before anything runs.", ("run",)),
+    Option("stats", Text("FILE"), None, "Write the run's figures to this file as one JSON object.",
+           ("run",), default_text="none"),
+    Option("json", Flag(), False, "Print one JSON object instead of a text for people.",
+           ("doctor", "bench", "inspect", "cache", "perplexity")),
+    Option("quick", Flag(), False, "Fewer sizes and shorter runs: a first look in under a minute.", ("bench",)),
+    Option("roofline", Flag(), False, "Only the machine's ceilings; needs no model.", ("bench",)),
+    Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.", ("bench",)),
+    Option("concurrency", Integer(1, 4096), 16,
+           "Requests open at the peer's server at a time (bench peer).", ("bench",)),
+    Option("config", Text("FILE"), None, "TOML file with options.",
+           ("run", "bench", "perplexity", "pack", "inspect", "cache", "doctor"), default_text="none", in_files=False),
+)  # fmt: skip
+
+BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
+
+# Variables of the environment that are no options: they hold for a process before any option is read.
+PROCESS_VARIABLES: dict[str, str] = {
+    "COREMILL_ISA": "Instruction set to use: scalar, avx2, avx_vnni or avx512_vnni. Default: the best this CPU has.",
+    "COREMILL_CPU_MASK": "CPU features to pretend away, separated by commas, to test older instruction sets.",
+    "COREMILL_CACHE": "Folder of packed and fetched models. Default: coremill in $XDG_CACHE_HOME or ~/.cache.",
+    "COREMILL_DEBUG": "1 shows the Python traceback of an error, not only its message.",
+}
+
+
+def default_of(name: str) -> Any:
+    return BY_NAME[name].default
+
+
+def of_verb(verb: str) -> tuple[Option, ...]:
+    """The options a verb has, in the table's order."""
+    return tuple(option for option in OPTIONS if verb in option.verbs)
+
+
+def of_group(group: str) -> tuple[Option, ...]:
+    return tuple(option for option in OPTIONS if option.group == group)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" when a known name is close, else nothing."""
+    import difflib
+
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
