@@ -1,5 +1,9 @@
 /* Plain C for any x86-64: the specification of every kernel. */
-#include "kernels.h"
+#include "v16_scalar.h"
+
+#include "gemm_scalar.h"
+
+#include "gemm_driver.inc"
 
 static uint64_t dot_rounds(uint64_t iterations) {
     int32_t sum[8] = {0};
@@ -13,5 +17,8 @@ static uint64_t dot_rounds(uint64_t iterations) {
 
 const cm_kernels cm_kernels_scalar = {
     .name = "scalar",
+    .act_pack = act_pack,
+    .gemm = gemm,
+    .gather_rows = cm_gather_rows,
     .dot_rounds = dot_rounds,
 };

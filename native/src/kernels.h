@@ -57,9 +57,10 @@ typedef struct cm_matrix {
 /* What 32 k of 4 tokens need beside their codes. One form serves all integer formats. */
 typedef struct cm_act_block {
     float scale[4];      /* amax / 127 */
-    float scaled_sum[4]; /* scale * (float)(sum_lo + sum_hi) */
-    int32_t sum_lo[4];   /* sum of codes 0..15 */
-    int32_t sum_hi[4];   /* sum of codes 16..31 */
+    float scaled_sum[4]; /* scale * (float)(sum of codes) */
+    /* Negative, because dots start from -zero point * sum: zero points are powers of 2, so that is one shift. */
+    int32_t neg_sum[4];       /* -(sum of codes) */
+    int16_t neg_halves[4][2]; /* -(sum of codes 0..15), -(sum of codes 16..31), for Q6_K */
 } cm_act_block;
 _Static_assert(sizeof(cm_act_block) == 64, "one cache line");
 
@@ -128,7 +129,14 @@ typedef struct cm_attn {
     const int32_t *blocks;      /* blocks[block_begin[s] + i] holds positions 32 i .. 32 i + 31 of sequence s */
 } cm_attn;
 
+/* Lane functions that `map` applies, for tests. */
+enum { CM_MAP_EXP2 = 0, CM_MAP_EXP = 1, CM_MAP_SILU = 2, CM_MAP_TO_F16 = 3, CM_MAP_FROM_F16 = 4 };
+
 /* ---- the table ---- */
+
+/* gather_rows of every table: a lookup of single rows gains nothing from wide registers. */
+void cm_gather_rows(const uint8_t *base, const cm_matrix *w, const int32_t *ids, int num, float *dst,
+                    size_t dst_stride, float scale);
 
 typedef struct cm_kernels {
     const char *name;
@@ -163,6 +171,10 @@ typedef struct cm_kernels {
     size_t attention_scratch_bytes;
     /* dst = exp((logits - max) * inv_temp); returns the total in canonical order, chunk_sums: one per 256. */
     float (*softmax_weights)(float *dst, const float *logits, int n, float max, float inv_temp, float *chunk_sums);
+    /* Tests: one lane function over n values, floats or f16. Measuring: float multiply-adds on registers, as
+     * dot_rounds. */
+    void (*map)(int op, void *dst, const void *src, size_t n);
+    uint64_t (*fma_rounds)(uint64_t iterations);
 } cm_kernels;
 
 extern const cm_kernels cm_kernels_scalar;
