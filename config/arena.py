@@ -1,9 +1,9 @@
 """Where a token's keys and values lie in the KV arena.
 
-    arena = [block 0][block 1]...                    a block holds 32 consecutive tokens of one sequence
-    block = [layer 0][layer 1]...
-    layer = [KV head 0][KV head 1]...
-    head  = [K tile [head_dim][32] f16][V tile [32][head_dim] f16]
+arena = [block 0][block 1]...                    a block holds 32 consecutive tokens of one sequence
+block = [layer 0][layer 1]...
+layer = [KV head 0][KV head 1]...
+head  = [K tile [head_dim][32] f16][V tile [32][head_dim] f16]
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from coremill.worker.batch import SampleSpec, StepBatch, StepOutput
 if TYPE_CHECKING:
     from coremill.native.arena import ArenaMap
     from coremill.native.packfile import PackFile
-    from coremill.native.progress import ProgressPage
     from coremill.worker.plan import Plan
 
 __all__ = ["OpProfile", "SampleSpec", "StepBatch", "StepOutput", "WorkerModel"]
@@ -38,7 +37,7 @@ class WorkerModel:
         max_sequences: most sequences of a step.
         threads: threads that run a step, the caller included.
         cores: cores to pin the helper threads to (`cores[1:]`); empty pins none. The caller pins itself.
-        progress: page whose counter C bumps at every operation.
+        progress: writable uint64 words in shared memory; C bumps the first at every operation.
         profile: time every operation.
         all_logits: also allow `logits_step`, which needs scratch for the logits of every row.
 
@@ -55,7 +54,7 @@ class WorkerModel:
         max_sequences: int = 16,
         threads: int = 1,
         cores: Sequence[int] = (),
-        progress: ProgressPage | None = None,
+        progress: memoryview | None = None,
         profile: bool = False,
         all_logits: bool = False,
     ) -> None:
@@ -68,8 +67,6 @@ class WorkerModel:
         self.max_sequences = max_sequences
         self.plan: Plan = describe(pack)
         self._ffi, self._lib = ffi, lib
-        self._arena = arena
-        self._progress = progress
         self._bound = bind(
             pack,
             self.plan,
@@ -83,6 +80,7 @@ class WorkerModel:
             all_logits=all_logits,
         )
         self._engine = self._bound.engine
+        self._isa = ffi.string(lib.cm_isa_active()).decode()
         self._results = ffi.new("cm_step_result[]", max_sequences)
         self._err = ffi.new("char[]", 512)
 
@@ -116,6 +114,11 @@ class WorkerModel:
         err = self._err
         if self._lib.cm_engine_step(self._engine, batch.view(all_logits), self._results, err, len(err)) < 0:
             raise EngineError(f"step refused: {self._ffi.string(err).decode(errors='replace')}")
+
+    @property
+    def isa(self) -> str:
+        """Name of the instruction set whose kernels run."""
+        return self._isa
 
     @property
     def scratch_bytes(self) -> int:

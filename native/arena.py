@@ -1,0 +1,51 @@
+"""The KV arena: one memfd, made by the coordinator, inherited by descriptor, mapped by all.
+
+Memory is committed as blocks are first written, in huge pages where the kernel allows it: the engine asks for
+them region by region (native/src/engine.c), as a memfd gets none by itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+from coremill.config.arena import ArenaGeometry
+from coremill.config.errors import EngineError
+from coremill.native.mapping import SharedMap
+
+
+def create_arena(geometry: ArenaGeometry, name: str = "coremill-arena") -> int:
+    """A descriptor of zeroed shared memory of `geometry.total_bytes`, close-on-exec, whose size is sealed.
+
+    Raises:
+        EngineError: the kernel refuses a file of that size.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, geometry.total_bytes)
+        # Nobody who holds the descriptor can cut the memory off under the others.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(fd)
+        if error.errno not in (errno.EFBIG, errno.ENOMEM, errno.ENOSPC, errno.EINVAL):
+            raise
+        raise EngineError(f"arena of {geometry.total_bytes} bytes: {error.strerror}") from error
+    return fd
+
+
+class ArenaMap(SharedMap):
+    """The arena in this process, for reading and writing."""
+
+    def __init__(self, fd: int, geometry: ArenaGeometry) -> None:
+        super().__init__(fd, 0, geometry.total_bytes, writable=True, what="arena")
+        self.geometry = geometry
+
+
+def map_arena(fd: int, geometry: ArenaGeometry) -> ArenaMap:
+    """Map an arena made by `create_arena` with the same geometry.
+
+    Raises:
+        EngineError: the memory is smaller than the geometry says, or cannot be mapped.
+    """
+    return ArenaMap(fd, geometry)
