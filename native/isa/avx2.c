@@ -1,7 +1,10 @@
 /* AVX2 with FMA, F16C and BMI2: the baseline of every machine worth running on. */
 #include <immintrin.h>
 
+#include "v16_avx2.h"
 #include "kernels.h"
+#include "ops.inc"
+#include "attention.inc"
 
 static uint64_t dot_rounds(uint64_t iterations) {
     __m256i sum[12], a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(-5);
@@ -22,4 +25,5 @@ static uint64_t dot_rounds(uint64_t iterations) {
 const cm_kernels cm_kernels_avx2 = {
     .name = "avx2",
     .dot_rounds = dot_rounds,
+    CM_FLOAT_KERNELS,
 };

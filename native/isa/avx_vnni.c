@@ -1,7 +1,10 @@
 /* AVX2 with the VEX-encoded vpdpbusd of client CPUs that have no AVX-512. */
 #include <immintrin.h>
 
+#include "v16_avx2.h"
 #include "kernels.h"
+#include "ops.inc"
+#include "attention.inc"
 
 static uint64_t dot_rounds(uint64_t iterations) {
     __m256i sum[12], a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(-5);
@@ -20,4 +23,5 @@ static uint64_t dot_rounds(uint64_t iterations) {
 const cm_kernels cm_kernels_avx_vnni = {
     .name = "avx_vnni",
     .dot_rounds = dot_rounds,
+    CM_FLOAT_KERNELS,
 };

@@ -4,6 +4,8 @@
 #include "gemm_scalar.h"
 
 #include "gemm_driver.inc"
+#include "ops.inc"
+#include "attention.inc"
 
 static uint64_t dot_rounds(uint64_t iterations) {
     int32_t sum[8] = {0};
@@ -21,4 +23,5 @@ const cm_kernels cm_kernels_scalar = {
     .gemm = gemm,
     .gather_rows = cm_gather_rows,
     .dot_rounds = dot_rounds,
+    CM_FLOAT_KERNELS,
 };

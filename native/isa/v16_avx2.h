@@ -10,6 +10,10 @@
 #include "f16.h"
 
 #define V16_INLINE static inline __attribute__((always_inline, unused))
+#define V16_UNROLL _Pragma("GCC unroll 16") /* before a short loop over registers */
+#define V16_ACCUMULATORS 6 /* that a kernel can hold beside its operands */
+#define V16_CHAINS 6       /* independent multiply-adds that hide their latency */
+#define V16_KEEP(a) __asm__ volatile("" : "+x"((a).lo), "+x"((a).hi)) /* the value is needed here */
 
 typedef struct v16 {
     __m256 lo, hi;
@@ -30,6 +34,7 @@ V16_INLINE v16 v16_min(v16 a, v16 b) { return (v16){_mm256_min_ps(a.lo, b.lo), _
 V16_INLINE v16 v16_fma(v16 a, v16 b, v16 c) {
     return (v16){_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
+V16_INLINE float v16_fma1(float a, float b, float c) { return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c))); } /* one lane */
 V16_INLINE void v16_store(float *p, v16 a) {
     _mm256_storeu_ps(p, a.lo);
     _mm256_storeu_ps(p + 8, a.hi);

@@ -15,6 +15,10 @@
 #include "f16.h"
 
 #define V16_INLINE static inline __attribute__((always_inline, unused))
+#define V16_UNROLL _Pragma("GCC unroll 1") /* before a short loop over registers */
+#define V16_ACCUMULATORS 6 /* that a kernel can hold beside its operands */
+#define V16_CHAINS 4       /* independent multiply-adds that hide their latency */
+#define V16_KEEP(a) __asm__ volatile("" : "+m"(a)) /* the value is needed here */
 
 typedef struct v16 {
     float lane[16];
@@ -34,10 +38,15 @@ V16_INLINE v16 v16_add(v16 a, v16 b) { V16_EACH(a.lane[i] + b.lane[i]); }
 V16_INLINE v16 v16_sub(v16 a, v16 b) { V16_EACH(a.lane[i] - b.lane[i]); }
 V16_INLINE v16 v16_mul(v16 a, v16 b) { V16_EACH(a.lane[i] * b.lane[i]); }
 V16_INLINE v16 v16_div(v16 a, v16 b) { V16_EACH(a.lane[i] / b.lane[i]); }
-V16_INLINE v16 v16_fma(v16 a, v16 b, v16 c) { V16_EACH(fmaf(a.lane[i], b.lane[i], c.lane[i])); } /* a*b+c */
 V16_INLINE v16 v16_max(v16 a, v16 b) { V16_EACH(a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]); }
 V16_INLINE v16 v16_min(v16 a, v16 b) { V16_EACH(a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]); }
+V16_INLINE float v16_fma1(float a, float b, float c) { return fmaf(a, b, c); } /* one lane */
 V16_INLINE void v16_store(float *p, v16 a) { memcpy(p, a.lane, sizeof a.lane); }
+
+/* a * b + c, rounded once. Not inlined: it is 16 library calls. */
+static __attribute__((noinline, unused)) v16 v16_fma(v16 a, v16 b, v16 c) {
+    V16_EACH(fmaf(a.lane[i], b.lane[i], c.lane[i]));
+}
 
 /* The first n lanes, 0 <= n <= 16; the others read as zero and are not written. */
 V16_INLINE v16 v16_load_n(const float *p, int n) { V16_EACH(i < n ? p[i] : 0.0f); }
