@@ -16,8 +16,8 @@ NAMES = (
     "steps",  # calls of the native step
     "step_rows",  # rows of all steps
     "step_sequences",  # sequences of all steps
-    "prefill_tokens",
-    "decode_tokens",
+    "prefill_tokens",  # tokens of prompts read, and of completions read again
+    "decode_tokens",  # tokens chosen
     "busy_ns",  # time inside steps
     "active",  # sequences held now
     "alone_lease",  # lease that has the present step for itself, else 0

@@ -65,12 +65,12 @@ class Size:
     """Bytes; text may have a unit, in powers of 1024."""
 
     low: int = 1
-    high: int = 1 << 60
+    high: int = 1 << 50
     metavar: str = "SIZE"
 
     @property
     def limit(self) -> str:
-        return f'a size from {format_size(self.low)} to {format_size(self.high)}, such as "512M" or "8G"'
+        return f"a size of {self.low} byte to {format_size(self.high)}, such as 512M or 8G"
 
     def read(self, text: str) -> int:
         return self.check(parse_size(text))

@@ -180,7 +180,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Memory of the worker in bytes. pss is split by what is mapped: pack, arena, everything else."""
+    """Memory of the worker in bytes. pss is split by what is mapped: pack, arena, everything else.
+
+    profile: (label, kind, calls, seconds) of each operation of a step; empty unless asked for in Settings.
+    """
 
     KIND: ClassVar[int] = 13
     request: int
@@ -189,6 +192,7 @@ class Measured:
     weights: int
     arena: int
     private: int
+    profile: tuple[tuple[str, str, int, float], ...]
 
 
 Message = (

@@ -85,8 +85,8 @@ class Option:
 
 
 # A verb's options are those whose row names it.
-_ENGINE = ("run", "bench")
-_MODEL = ("run", "bench", "perplexity", "pack", "inspect")
+_ENGINE = ("run", "bench", "bench peer")
+_MODEL = (*_ENGINE, "perplexity", "pack", "inspect")
 
 OPTIONS: tuple[Option, ...] = (
     Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
@@ -134,14 +134,14 @@ OPTIONS: tuple[Option, ...] = (
     Option("stats", Text("FILE"), None, "Write the run's figures to this file as one JSON object.",
            ("run",), default_text="none"),
     Option("json", Flag(), False, "Print one JSON object instead of a text for people.",
-           ("doctor", "bench", "inspect", "cache", "perplexity")),
+           ("doctor", "bench", "bench peer", "inspect", "cache", "perplexity")),
     Option("quick", Flag(), False, "Fewer sizes and shorter runs: a first look in under a minute.", ("bench",)),
     Option("roofline", Flag(), False, "Only the machine's ceilings; needs no model.", ("bench",)),
-    Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.", ("bench",)),
+    Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.", ("bench", "bench peer")),
     Option("concurrency", Integer(1, 4096), 16,
-           "Requests open at the peer's server at a time (bench peer).", ("bench",)),
+           "Requests open at the peer's server at a time.", ("bench peer",)),
     Option("config", Text("FILE"), None, "TOML file with options.",
-           ("run", "bench", "perplexity", "pack", "inspect", "cache", "doctor"), default_text="none", in_files=False),
+           (*_MODEL, "cache", "doctor"), default_text="none", in_files=False),
 )  # fmt: skip
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}

@@ -1,0 +1,176 @@
+"""The command line as a whole: start, help, errors and exit codes."""
+
+import subprocess
+import sys
+import types
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from coremill.config import errors
+from coremill.tools import cli
+from coremill.tools.options import Verb, document, takes
+
+RUN = [sys.executable, "-m", "coremill.tools"]
+
+
+def coremill(*args: str, **environ: str) -> subprocess.CompletedProcess:
+    import os
+
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("COREMILL_")}
+    return subprocess.run([*RUN, *args], capture_output=True, text=True, env=clean | environ)
+
+
+@pytest.fixture
+def verb(monkeypatch):
+    """Replaces the verb `run` by one that does what the test says."""
+
+    def install(function):
+        command = click.command(cls=Verb, examples=[("coremill run IN", "an example")])(takes("run")(function))
+        monkeypatch.setitem(sys.modules, "coremill.tools.run", types.SimpleNamespace(command=command))
+
+    return install
+
+
+def invoke(*args: str, **environ: str):
+    return CliRunner().invoke(cli.main, args, env=environ)
+
+
+def test_help_imports_no_verb_and_no_library():
+    code = """
+import sys
+from coremill.tools.cli import main
+try:
+    main(["--help"])
+except SystemExit as e:
+    print(e.code)
+print(*sorted(n for n in sys.modules if n.startswith("coremill.") or n in ("numpy", "rich", "zmq", "tokenizers")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *_, exit_code, modules = done.stdout.splitlines()
+    assert exit_code == "0"
+    assert modules.split() == ["coremill.tools", "coremill.tools.cli"]
+    for verb in cli.VERBS:
+        assert f"  {verb} " in done.stdout
+
+
+def test_version():
+    done = coremill("--version")
+    assert (done.returncode, done.stdout) == (0, "coremill 0.1.0\n")
+
+
+def test_unknown_verb():
+    done = coremill("dcotor")
+    assert done.returncode == cli.EXIT_USAGE
+    assert "No such command 'dcotor'; did you mean 'doctor'?" in done.stderr
+
+
+def test_options_reach_the_verb(verb):
+    def function(settings):
+        click.echo(f"{settings['workers']} {settings['in_order']} {settings.source('workers')}")
+
+    verb(function)
+    assert invoke("run", "--workers", "3", "--no-in-order").output == "3 False --workers\n"
+    assert invoke("run", COREMILL_WORKERS="4", COREMILL_IN_ORDER="1").output == "4 True COREMILL_WORKERS\n"
+
+
+def test_typing_errors_in_the_environment_are_said(verb):
+    verb(lambda settings: None)
+    done = invoke("run", COREMILL_WROKERS="4")
+    assert done.exit_code == 0
+    assert done.stderr == "coremill: warning: unknown variable COREMILL_WROKERS; did you mean 'COREMILL_WORKERS'?\n"
+
+
+def test_help_of_a_verb_has_examples_and_limits(verb):
+    verb(lambda settings: None)
+    text = invoke("run", "--help").output
+    assert "# an example\n  coremill run IN\n" in text
+    assert "--prefix-cache / --no-prefix-cache" in text
+    assert "--max-active B" in text
+    assert "[default: 16]" in text
+    assert "COREMILL_X_Y in the environment" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("ctx is 1"), cli.EXIT_USAGE),
+        (errors.ResumeRefusedError("seed was 1"), cli.EXIT_RESUME_REFUSED),
+        (errors.GGUFError("a.gguf", "magic", "is wrong", 0), cli.EXIT_ERROR),
+        (errors.EngineError("two\nlines"), cli.EXIT_ERROR),
+        (FileNotFoundError(2, "No such file or directory", "in.jsonl"), cli.EXIT_ERROR),
+        (KeyboardInterrupt(), cli.EXIT_INTERRUPTED),
+        (BrokenPipeError(), cli.EXIT_ERROR),
+    ],
+)
+def test_errors_become_one_line_and_a_code(verb, monkeypatch, error, code):
+    # Redirecting a real descriptor is for real processes.
+    monkeypatch.setattr(cli, "_give_up_stdout", lambda: cli.EXIT_ERROR)
+
+    def function(settings):
+        raise error
+
+    verb(function)
+    done = invoke("run")
+    assert done.exit_code == code
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == (0 if isinstance(error, BrokenPipeError) else 1)
+    assert all(line.startswith("coremill: ") for line in lines)
+
+
+def test_debug_shows_the_traceback(verb):
+    def function(settings):
+        raise errors.EngineError("lost")
+
+    verb(function)
+    assert isinstance(invoke("run", COREMILL_DEBUG="1").exception, errors.EngineError)
+    assert isinstance(invoke("run", COREMILL_DEBUG="0").exception, SystemExit)
+
+
+def test_faults_of_the_program_are_not_hidden(verb):
+    verb(lambda settings: 1 / 0)
+    assert isinstance(invoke("run").exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("result", "code"), [(None, 0), (3, 3), ("text", 0)])
+def test_result_of_a_verb_is_the_exit_code(verb, result, code):
+    verb(lambda settings: result)
+    assert invoke("run").exit_code == code
+
+
+def test_wrong_option_is_a_usage_error(verb):
+    verb(lambda settings: None)
+    done = invoke("run", "--wokers", "3")
+    assert done.exit_code == cli.EXIT_USAGE
+    assert "--workers" in done.stderr
+
+
+def test_wrong_value_is_one_line():
+    done = coremill("doctor", COREMILL_JSON="perhaps")
+    assert done.returncode == cli.EXIT_USAGE
+    assert done.stderr.startswith("coremill: COREMILL_JSON is 'perhaps': it must be true or false")
+    assert done.stderr.count("\n") == 1
+
+
+def test_closed_pipe_is_no_complaint():
+    done = subprocess.run(
+        [sys.executable, "-c", "from coremill.tools.cli import main; main(['--help'])"],
+        stdout=_closed_pipe(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (cli.EXIT_ERROR, "")
+
+
+def _closed_pipe() -> int:
+    import os
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def test_documentation_is_that_of_the_table(repo_root):
+    assert (repo_root / "docs/options.md").read_text() == document()
