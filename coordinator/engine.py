@@ -1,20 +1,55 @@
-"""The thin shell around the scheduler: one thread, one poll, instructions carried out."""
+"""The engine: sequences in from any thread, results out, one thread of its own in between.
+
+    any thread:     submit, cancel, stats, close --> inbox, wake-up
+    engine thread:  sleep -> events -> scheduler -> instructions (coordinator/shell.py)
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 from coremill.config.engine import EngineConfig
+from coremill.config.errors import EngineClosedError, EngineError, RequestError
 from coremill.config.request import SequenceRequest, SequenceResult
 from coremill.config.topology import CoreGroup
+from coremill.coordinator.events import Cancelled, Closing, Event, Submitted
+from coremill.coordinator.pool import WORKER_COMMAND
+from coremill.coordinator.shell import Shell
+from coremill.coordinator.storage import Storage
+
+# Codes of results that say nothing about the request itself: whoever keeps a journal must not book them as its errors.
+NOT_THE_REQUESTS_FAULT = frozenset({"cancelled", "engine_closed", "engine_failed"})
+# How long `stats` waits for workers in the middle of a long step, in seconds.
+_STATS_TIMEOUT = 10.0
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
     """Runs sequences on worker processes, one per core group.
 
+    Args:
+        pack_path: the packed model.
+        groups: the cores of each worker.
+        on_event: told what happens to workers, as a dict with "event" (worker_started, worker_ready, worker_died,
+            worker_retired), "worker", and "pid" or "cause". Runs on the engine's thread (worker_started also on the
+            thread that calls start).
+
     Every method may be called from any thread. Callbacks run on the engine's own thread and must be quick.
+
+        engine = Engine(pack_path, EngineConfig(), discover())
+        engine.start()
+        ticket = engine.submit(SequenceRequest("a", prompt_ids, max_tokens=16), on_done=print)
+        engine.close()
     """
 
     def __init__(
@@ -24,28 +59,232 @@ class Engine:
         groups: Sequence[CoreGroup],
         *,
         on_event: Callable[[dict[str, Any]], None] | None = None,
+        worker_command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
-        raise NotImplementedError
+        self.pack_path = Path(pack_path)
+        self.config = config
+        self.groups = list(groups)
+        self.startup_seconds: float | None = None
+        self._on_event = on_event or (lambda event: None)
+        self._worker_command = tuple(worker_command)
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._inbox: deque[Event | Future] = deque()
+        self._wake = -1
+        self._woken = False
+        self._open = False
+        self._waiting: dict[int, tuple[str, Callable[[SequenceResult], None]]] = {}  # by ticket, until finished
+        self._num_tickets = 0
+        self._all_ready = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._shell: Shell | None = None
+        self._storage: Storage | None = None
+        self._failure: EngineError | None = None
+        self._final_stats: dict[str, Any] = {}
+        _engines.add(self)
+
+    # ---- for everybody ----
 
     def start(self) -> None:
-        """Start the workers and return at once; sequences may be submitted while they load."""
+        """Start the workers and return at once; sequences may be submitted while they load.
 
-    def wait_ready(self, timeout: float | None = None) -> None:
-        """Block until every worker is ready. WorkerStartError when the engine failed instead."""
+        Errors: ConfigError, ModelError, UnsupportedHostError or WorkerStartError when that is impossible.
+        """
+        self._check_owner()
+        if self._thread is not None or self._shell is not None:
+            raise EngineError("the engine has been started before")
+        self._begun = time.monotonic()
+        self._storage = Storage(self.pack_path, self.config, self.groups)
+        try:
+            self._shell = Shell(
+                self._storage, self.config, self.groups, self._worker_command, self._finished, self._on_event
+            )
+        except BaseException:
+            self._storage.close()
+            raise
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._shell.watch(self._wake)
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="coremill-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the engine could not go on, if that happened."""
+        return self._failure
+
+    def wait_ready(self, timeout: float | None = None) -> bool:
+        """Block until every worker is ready; False on timeout. EngineError when the engine failed instead."""
+        self._check_owner()
+        arrived = self._all_ready.wait(timeout)
+        if self._failure is not None:
+            raise self._failure
+        return arrived
 
     def submit(self, request: SequenceRequest, on_done: Callable[[SequenceResult], None]) -> int:
         """Queue one sequence; on_done is called exactly once, also after cancel(), failures and close().
 
-        Returns a ticket for cancel(). EngineClosedError after close(); RequestErrors arrive in the result.
+        Returns a ticket for cancel(). What is wrong with the request is said in its result (RequestError), as is
+        the end of the engine (NOT_THE_REQUESTS_FAULT). EngineClosedError or EngineError when it has ended already.
         """
-        raise NotImplementedError
+        self._check_owner()
+        with self._lock:
+            if not self._open:
+                raise self._failure or EngineClosedError("the engine is closed")
+            self._num_tickets += 1
+            ticket = self._num_tickets
+            self._waiting[ticket] = (request.key, on_done)
+            self._post(Submitted(ticket, request))
+        return ticket
 
     def cancel(self, ticket: int) -> None:
-        """Stop a sequence within a step; its result carries RequestError "cancelled"."""
+        """Stop a sequence within a step; its result carries RequestError "cancelled". Too late is no error."""
+        self._check_owner()
+        with self._lock:
+            if self._open:
+                self._post(Cancelled(ticket))
 
     def stats(self) -> dict[str, Any]:
-        """Counts of the queue and `workers`, a list with the names of design.md section 9."""
-        raise NotImplementedError
+        """The queue, the arena and `workers`, a list with the names of design.md section 9.
+
+        Workers measure their memory between two steps; one that takes longer than 10 s is shown with its last
+        figures. After close(): the last state.
+        """
+        self._check_owner()
+        measured: Future = Future()
+        with self._lock:
+            if self._open and threading.current_thread() is not self._thread:
+                self._post(measured)
+            else:
+                measured.set_result(None)
+        wait([measured], _STATS_TIMEOUT)
+        with self._lock:
+            return self._report() if self._open else self._final_stats
+
+    def profiles(self) -> list[list[tuple[str, str, int, float]]]:
+        """Per worker (label, kind, calls, seconds) of each operation of a step, as of the last stats()."""
+        return self._shell.places.profiles() if self._shell else []
 
     def close(self) -> None:
-        """Stop the workers and join everything. Unfinished sequences end with RequestError "engine_closed"."""
+        """Stop the workers and wait until everything has ended; unfinished sequences end "engine_closed".
+
+        In a forked child it does nothing: the engine is the parent's.
+        """
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            if self._open:
+                self._post(Closing())
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise EngineError(
+                f"this engine belongs to process {self._owner}; process {os.getpid()} was forked from it and cannot "
+                "use it: create it after the fork, or start processes with 'spawn'"
+            )
+
+    def _post(self, item: Event | Future) -> None:
+        """Under the lock. The engine clears the flag before it looks into the inbox, so nothing is overlooked."""
+        self._inbox.append(item)
+        if not self._woken:
+            self._woken = True
+            os.eventfd_write(self._wake, 1)
+
+    # ---- the engine's thread ----
+
+    def _run(self) -> None:
+        try:
+            while self._shell.scheduler.closed is None:
+                events = self._shell.sleep()
+                self._shell.advance(self._take_inbox() + events)
+                if not self._all_ready.is_set() and self._shell.all_ready:
+                    self.startup_seconds = time.monotonic() - self._begun
+                    self._all_ready.set()
+        except BaseException as error:  # a bug: everybody who waits must hear of it
+            self._failure = EngineError(f"the engine stopped: {type(error).__name__}: {error}")
+            self._failure.__cause__ = error
+        finally:
+            self._shut_down()
+
+    def _take_inbox(self) -> list[Event]:
+        """What other threads have put there, in order."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return []
+        self._woken = False
+        events = []
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Future):
+                self._shell.measure(item)
+            else:
+                events.append(item)
+        return events
+
+    def _finished(self, ticket: int, result: SequenceResult) -> None:
+        _, on_done = self._waiting.pop(ticket)
+        try:
+            on_done(result)
+        except Exception:  # its author's bug must not stop everybody's engine
+            import logging
+
+            logging.getLogger("coremill").exception("on_done of '%s' raised", result.key)
+
+    def _shut_down(self) -> None:
+        self._failure = self._failure or self._shell.failure
+        with self._lock:  # whoever comes now is refused; whoever came before is answered
+            self._final_stats = self._report()
+            self._open = False
+        code, reason = "engine_closed", "the engine was closed before this request was done"
+        if self._failure is not None:
+            code, reason = "engine_failed", str(self._failure)
+        for ticket, (key, _) in list(self._waiting.items()):
+            self._finished(ticket, SequenceResult(key, error=RequestError(code, reason)))
+        for item in self._inbox:
+            if isinstance(item, Future):
+                item.set_result(None)
+        self._shell.close()
+        self._storage.close()
+        os.close(self._wake)
+        self._all_ready.set()
+
+    def _report(self) -> dict[str, Any]:
+        shell = self._shell
+        scheduler = shell.scheduler
+        waiting = len(scheduler.waiting) + len(scheduler.suspects)
+        geometry = self._storage.geometry
+        return {
+            "startup_seconds": self.startup_seconds,
+            "queue": {
+                "waiting": waiting,
+                "running": len(scheduler.sequences) - waiting,
+                "finished": shell.num_finished,
+                "failed": shell.num_failed,
+            },
+            "arena": {
+                "blocks": geometry.num_blocks,
+                "free_blocks": scheduler.blocks.num_free,
+                "block_bytes": geometry.block_bytes,
+            },
+            "workers": shell.places.report(),
+        }
+
+
+def _close_all() -> None:
+    for engine in list(_engines):
+        engine.close()
+
+
+def _forget_all_in_child() -> None:
+    for engine in list(_engines):
+        if engine._shell is not None:
+            engine._shell.pool.forget_in_child()
+
+
+# Daemon threads are cut off at exit; workers and the socket folder must be gone before that.
+atexit.register(_close_all)
+# A forked child must not hold the workers' lifelines open when this process dies.
+os.register_at_fork(after_in_child=_forget_all_in_child)

@@ -47,7 +47,10 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """Finish everything as it stands."""
+    """Finish everything as it stands, with this error."""
+
+    code: str = "engine_closed"
+    reason: str = "the engine was closed before this request was done"
 
 
 Event = Submitted | Cancelled | FromWorker | WorkerDied | Closing

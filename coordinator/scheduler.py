@@ -107,7 +107,7 @@ class Scheduler:
         self.waiting = WaitingLine()
         self.suspects = WaitingLine()
         self.sequences: dict[int, Sequence] = {}  # by ticket, until finished
-        self.closed: str | None = None
+        self.closed: tuple[str, str] | None = None  # error code and message of whatever comes now
         self._hungry: dict[int, Lease] = {}  # leases whose tables should grow
         self._last_lease = 0
         self._deaths_without_step = 0
@@ -130,8 +130,8 @@ class Scheduler:
                     self._cancelled(ticket, now)
                 case WorkerDied():
                     self._died(event, now)
-                case Closing():
-                    self._finish_all("engine_closed", "the engine was closed before this request was done", now)
+                case Closing(code, reason):
+                    self._finish_all(code, reason, now)
         if self.closed is None:
             self._feed_hungry(now)
             self._fill_workers(now)
@@ -151,7 +151,7 @@ class Scheduler:
     def _refusal(self, sequence: Sequence) -> RequestError | None:
         """Why a request can never run: checked before anything is spent on it."""
         if self.closed is not None:
-            return RequestError("engine_closed", self.closed)
+            return RequestError(*self.closed)
         if not sequence.num_prompt:
             return RequestError("empty_prompt", "the prompt has no tokens; it needs at least 1", "prompt")
         max_tokens = sequence.request.max_tokens
@@ -287,7 +287,7 @@ class Scheduler:
     def _finish_all(self, code: str, reason: str, now: float) -> None:
         if self.closed is not None:
             return
-        self.closed = reason
+        self.closed = (code, reason)
         for sequence in list(self.sequences.values()):
             if sequence.lease is None:
                 self._line_of(sequence).remove(sequence)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
+from dataclasses import astuple
 from typing import Protocol
 
 from coremill.config.counters import CounterPage
@@ -41,6 +42,7 @@ class Channel(Protocol):
 class Model(Protocol):
     def new_batch(self) -> StepBatch: ...
     def step(self, batch: StepBatch) -> list[StepOutput]: ...
+    def profile(self) -> SequenceOf[tuple[str, str, int, float]]: ...
 
 
 class WorkerLoop:
@@ -108,9 +110,8 @@ class WorkerLoop:
                     self.channel.send(Released(message.lease, sequence.computed))
             case Stats():
                 memory: Memory = self.measure()
-                self.channel.send(
-                    Measured(message.request, memory.rss, memory.pss, memory.weights, memory.arena, memory.private)
-                )
+                profile = tuple(map(tuple, self.model.profile()))
+                self.channel.send(Measured(message.request, *astuple(memory), profile))
             case _:
                 raise ProtocolError(f"a worker cannot be sent {type(message).__name__}")
         self.counters["active"] = len(self.sequences)
@@ -139,10 +140,11 @@ class WorkerLoop:
     def _report(self, plan: list[tuple[Sequence, int]], outputs: list[StepOutput], spent_ns: int) -> None:
         prefilled, tokens, finished, failed = [], [], [], []
         chosen = iter(outputs)
-        rows = decoded = 0
+        rows = prefill_rows = 0
         for sequence, count in plan:
             rows += count
-            decoded += count == 1 and sequence.computed >= sequence.num_prompt
+            if count > 1 or sequence.computed < sequence.num_prompt:
+                prefill_rows += count
             sequence.computed += count
             if sequence.num_pending:
                 prefilled.append((sequence.lease, sequence.computed))
@@ -155,7 +157,7 @@ class WorkerLoop:
             tokens.append((sequence.lease, output.token, shown))
             if reason is not None:
                 finished.append((sequence.lease, reason))
-        self._count(rows, len(plan), decoded, spent_ns)
+        self._count(rows, len(plan), prefill_rows, len(tokens), spent_ns)
         for lease in [*failed, *(lease for lease, _ in finished)]:
             del self.sequences[lease]
         self.counters["active"] = len(self.sequences)
@@ -166,11 +168,11 @@ class WorkerLoop:
             text = "the model's logits for the next token are not finite numbers"
             self.channel.send(Failed(lease, "nonfinite_logits", text, ""))
 
-    def _count(self, rows: int, sequences: int, decoded: int, spent_ns: int) -> None:
+    def _count(self, rows: int, sequences: int, prefill_rows: int, chosen: int, spent_ns: int) -> None:
         counters = self.counters
         counters["steps"] += 1
         counters["step_rows"] += rows
         counters["step_sequences"] += sequences
-        counters["prefill_tokens"] += rows - decoded
-        counters["decode_tokens"] += decoded
+        counters["prefill_tokens"] += prefill_rows
+        counters["decode_tokens"] += chosen
         counters["busy_ns"] += spent_ns

@@ -1,0 +1,142 @@
+"""Worker processes: started, pinned, briefed, watched, reaped.
+
+    spawn   python -m coremill.worker FD      it imports what it needs, then reads FD, the lifeline
+    brief   pinned to its cores, then told its settings through the lifeline: no thread of it ever runs elsewhere
+    ...     it lives as long as the lifeline is open on this side
+    reap    its exit status, once the kernel says that nothing of it runs any more
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coremill.config.errors import UnsupportedHostError, WorkerStartError
+from coremill.config.messages import Failed, Hello, Ready, Settings, encode
+from coremill.config.topology import CoreGroup
+
+# -P: what lies in the current folder must not stand in for a module of ours.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "coremill.worker")
+# Signals that come from outside; every other death is the process' own doing.
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+_KILL_AFTER = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class WorkerProcess:
+    """One process, from spawn to reap. Its identity on the socket is never used again."""
+
+    index: int
+    identity: bytes
+    process: subprocess.Popen
+    pidfd: int
+    lifeline: int
+    hello: Hello | None = None
+    ready: Ready | None = None
+    failure: Failed | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a process ended, for people; crashed: nobody else ended it."""
+
+    cause: str
+    crashed: bool
+
+
+class WorkerPool:
+    """The processes of one engine, at most one per core group at a time."""
+
+    def __init__(self, groups: Sequence[CoreGroup], command: Sequence[str] = WORKER_COMMAND) -> None:
+        self.groups = list(groups)
+        self._command = tuple(command)
+        self._num_started = 0
+        self.processes: dict[int, WorkerProcess] = {}
+
+    def spawn(self, index: int, inherited: Sequence[int]) -> WorkerProcess:
+        """Start a process, which waits for `brief`. Descriptors in `inherited` keep their numbers in it."""
+        self._num_started += 1
+        read_end, write_end = os.pipe()
+        # Blocked signals stay blocked over exec: Ctrl-C cannot kill it before it has said that it ignores it.
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(
+                [*self._command, str(read_end)], stdin=subprocess.DEVNULL, pass_fds=[read_end, *inherited]
+            )
+        except OSError as error:
+            os.close(write_end)
+            raise WorkerStartError(f"starting worker {index} ({self._command[0]}): {error}") from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+            os.close(read_end)
+        worker = WorkerProcess(
+            index, b"%d.%d" % (index, self._num_started), process, os.pidfd_open(process.pid), write_end
+        )
+        self.processes[index] = worker
+        return worker
+
+    def brief(self, worker: WorkerProcess, settings: Settings) -> None:
+        """Pin it and tell it what to do. A process that is dead already is left to `reap`."""
+        import psutil  # while the new process imports its own
+
+        cores = list(self.groups[worker.index].cores)
+        try:
+            psutil.Process(worker.pid).cpu_affinity(cores)
+            data = encode(settings)
+            os.write(worker.lifeline, len(data).to_bytes(4, "little") + data)
+        except (psutil.NoSuchProcess, BrokenPipeError):
+            pass
+        except (ValueError, OSError, psutil.AccessDenied) as error:
+            raise UnsupportedHostError(f"pinning worker {worker.index} to CPUs {cores}: {error}") from error
+
+    def check_affinity(self, worker: WorkerProcess) -> str | None:
+        """None when it runs where it should, else what is wrong."""
+        wanted, actual = set(self.groups[worker.index].cores), set(worker.hello.affinity)
+        if wanted == actual:
+            return None
+        return (
+            f"worker {worker.index} may run on CPUs {sorted(actual)} but was pinned to {sorted(wanted)}: "
+            "something else (a cpuset, a supervisor) changes CPU affinity here"
+        )
+
+    def reap(self, worker: WorkerProcess) -> Death:
+        """Collect a process whose pidfd is readable."""
+        status = worker.process.wait()
+        os.close(worker.pidfd)
+        os.close(worker.lifeline)
+        del self.processes[worker.index]
+        if status < 0:
+            name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+            return Death(f"killed by {name}", -status not in _FROM_OUTSIDE)
+        if worker.failure is not None:
+            return Death(f"{worker.failure.code}: {worker.failure.message}", True)
+        return Death(f"exit code {status}", status != 0)
+
+    def close(self) -> None:
+        """End every process and wait for it: they leave when their lifeline ends, or are killed."""
+        workers = list(self.processes.values())
+        for worker in workers:
+            os.close(worker.lifeline)
+        for worker in workers:
+            try:
+                worker.process.wait(_KILL_AFTER)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+            os.close(worker.pidfd)
+        self.processes.clear()
+
+    def forget_in_child(self) -> None:
+        """After a fork: our copies of the lifelines must not keep the workers alive."""
+        for worker in self.processes.values():
+            os.close(worker.lifeline)
+            os.close(worker.pidfd)
+        self.processes.clear()

@@ -1,0 +1,279 @@
+"""Between the pure scheduler and the world: sockets, processes, clocks. Used by one thread at a time.
+
+    poll( ROUTER | pidfds | wake-up ) -> events -> scheduler.advance -> instructions -> sent, started, finished
+
+There is no timeout in the poll, so whoever idles costs no CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import zmq
+
+from coremill.config.engine import EngineConfig
+from coremill.config.errors import EngineError, WorkerStartError
+from coremill.config.messages import PROTOCOL_VERSION, Failed, Hello, Measured, Ready, Settings, Stats
+from coremill.config.request import SequenceResult
+from coremill.config.topology import CoreGroup
+from coremill.coordinator.events import (
+    Closing,
+    Event,
+    Finish,
+    FromWorker,
+    GiveUp,
+    Instruction,
+    RetireWorker,
+    Send,
+    StartWorker,
+    WorkerDied,
+)
+from coremill.coordinator.pool import WorkerPool, WorkerProcess
+from coremill.coordinator.scheduler import Limits, Scheduler
+from coremill.coordinator.stats import Places
+from coremill.coordinator.storage import Storage
+from coremill.coordinator.transport import Transport
+
+# How long the last words of a worker that is gone are waited for, in milliseconds.
+_LAST_WORDS_MS = 200
+# How long workers may take to leave by themselves when the engine closes, in milliseconds.
+_FAREWELL_MS = 200
+
+
+class Shell:
+    """Carries out what the scheduler says.
+
+    Args:
+        on_finish: called with (ticket, result) once for every submitted sequence.
+        on_event: told what happens to workers (see Engine).
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        config: EngineConfig,
+        groups: Sequence[CoreGroup],
+        worker_command: Sequence[str],
+        on_finish: Callable[[int, SequenceResult], None],
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.config = config
+        self.failure: EngineError | None = None
+        self.num_finished = self.num_failed = 0
+        self._storage = storage
+        self._on_finish, self._on_event = on_finish, on_event
+        self.pool = WorkerPool(groups, worker_command)
+        self.places = Places(groups)
+        self.scheduler = Scheduler(
+            Limits(
+                num_workers=len(groups),
+                max_active=config.max_active,
+                num_blocks=storage.geometry.num_blocks,
+                max_length=storage.max_length,
+            )
+        )
+        self._workers: dict[bytes, WorkerProcess] = {}
+        self._measuring: dict[int, tuple[Future, set[int]]] = {}
+        self._num_requests = 0
+        self._transport: Transport | None = None
+        self._poller = zmq.Poller()
+        try:
+            # Processes first: they import what they need while we do.
+            self._spawn(range(len(groups)))
+            self._transport = Transport()
+            self._poller.register(self._transport.socket, zmq.POLLIN)
+            self._brief(list(self._workers.values()))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def all_ready(self) -> bool:
+        return all(slot.state != "starting" for slot in self.scheduler.slots)
+
+    def watch(self, fd: int) -> None:
+        """Also wake up when this descriptor is readable."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def sleep(self) -> list[Event]:
+        """Until something happens; what has been heard from workers and of their ends."""
+        active = dict(self._poller.poll())
+        events = self._drain()
+        for worker in list(self._workers.values()):
+            if worker.pidfd in active:
+                events += self._bury(worker)
+        return events
+
+    def advance(self, events: Iterable[Event]) -> None:
+        """One turn of the scheduler."""
+        self._carry_out(self.scheduler.advance(events, time.monotonic()))
+
+    def measure(self, done: Future) -> None:
+        """Ask all workers for their memory; `done` gets its result when all have answered or are gone."""
+        self._num_requests += 1
+        asked = {worker.index for worker in self._workers.values() if worker.ready}
+        self._measuring[self._num_requests] = (done, asked)
+        for worker in list(self._workers.values()):
+            if worker.ready:
+                self._transport.send(worker.identity, Stats(self._num_requests))
+        self._measured(None, None)
+
+    def close(self) -> None:
+        """End all workers, wait for them, leave nothing behind."""
+        deadline = time.monotonic() + _FAREWELL_MS / 1000
+        while self._transport and self._workers and (left := deadline - time.monotonic()) > 0:
+            active = dict(self._poller.poll(left * 1000))
+            self._drain()
+            for worker in list(self._workers.values()):
+                if worker.pidfd in active:
+                    self._bury(worker)
+        self.pool.close()
+        if self._transport:
+            self._transport.close()
+        for done, _ in self._measuring.values():
+            done.set_result(None)
+        for place in self.places:
+            place.state = "stopped"
+        self.places.close()
+
+    # ---- what workers say ----
+
+    def _drain(self) -> list[Event]:
+        events: list[Event] = []
+        while (received := self._transport.receive()) is not None:
+            worker = self._workers.get(received[0])
+            if worker is not None:  # else it is dead and buried, and what it held runs elsewhere
+                events += self._hear(worker, received[1])
+        return events
+
+    def _hear(self, worker: WorkerProcess, message) -> list[Event]:
+        match message:
+            case Hello():
+                return self._greet(worker, message)
+            case Ready():
+                worker.ready = message
+                place = self.places[worker.index]
+                place.ready, place.state = message, "ready"
+                self._on_event({"event": "worker_ready", "worker": worker.index, "pid": worker.pid})
+            case Measured():
+                self.places[worker.index].memory = message
+                self._measured(message.request, worker.index)
+                return []
+            case Failed(lease=None):
+                worker.failure = message
+                return []
+        return [FromWorker(worker.index, message)]
+
+    def _greet(self, worker: WorkerProcess, hello: Hello) -> list[Event]:
+        worker.hello = hello
+        problem = self.pool.check_affinity(worker)
+        if hello.version != PROTOCOL_VERSION:
+            problem = f"worker {worker.index} speaks protocol {hello.version}, this coordinator {PROTOCOL_VERSION}"
+        if problem:
+            self.failure = WorkerStartError(problem)
+            return [Closing("engine_failed", problem)]
+        if all(other.hello for other in self._workers.values()):
+            self._transport.close_door()
+        return []
+
+    def _measured(self, request: int | None, index: int | None) -> None:
+        for number, (done, asked) in list(self._measuring.items()):
+            if number == request or request is None:
+                asked.discard(index)
+            if not asked:
+                del self._measuring[number]
+                done.set_result(None)
+
+    # ---- ends of processes ----
+
+    def _bury(self, worker: WorkerProcess) -> list[Event]:
+        """A process has ended: hear its last words, reap it, tell the scheduler."""
+        events = self._drain()
+        self._poller.unregister(worker.pidfd)
+        status = worker.process.wait()
+        if status == 1 and worker.failure is None:  # it has said why, but that has not arrived yet
+            waiting = self._transport.socket.poll(_LAST_WORDS_MS)
+            events += self._drain() if waiting else []
+        alone = self.places[worker.index].counters["alone_lease"]
+        self.places[worker.index].counters["alone_lease"] = 0
+        del self._workers[worker.identity]
+        death = self.pool.reap(worker)
+        place = self.places[worker.index]
+        place.state, place.pid, place.last_death = "starting", None, death.cause
+        self._measured(None, worker.index)
+        self._on_event(
+            {
+                "event": "worker_died",
+                "worker": worker.index,
+                "pid": worker.pid,
+                "cause": death.cause,
+                "traceback": worker.failure.traceback if worker.failure else "",
+            }
+        )
+        hopeless = worker.failure is not None and worker.ready is None
+        events.append(WorkerDied(worker.index, death.cause, death.crashed, alone, hopeless))
+        return events
+
+    # ---- instructions ----
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        to_start = []
+        for instruction in instructions:
+            match instruction:
+                case Send(index, message):
+                    worker = self.pool.processes.get(index)
+                    if worker is not None:  # else its end is already known and its sequences are waiting again
+                        self._transport.send(worker.identity, message)
+                case Finish(ticket, result):
+                    self.num_finished += result.error is None
+                    self.num_failed += result.error is not None
+                    self._on_finish(ticket, result)
+                case StartWorker(index):
+                    to_start.append(index)
+                case RetireWorker(index, cause):
+                    self.places[index].state = "retired"
+                    self._on_event({"event": "worker_retired", "worker": index, "cause": cause})
+                case GiveUp(reason):
+                    never_ready = all(place.ready is None for place in self.places)
+                    self.failure = (WorkerStartError if never_ready else EngineError)(reason)
+        if to_start:
+            self._brief(self._spawn(to_start))
+
+    def _spawn(self, indices: Iterable[int]) -> list[WorkerProcess]:
+        spawned = []
+        for index in indices:
+            place = self.places[index]
+            worker = self.pool.spawn(index, [self._storage.arena_fd, place.page_fd])
+            place.pid, place.state = worker.pid, "starting"
+            place.num_starts += 1
+            self._workers[worker.identity] = worker
+            spawned.append(worker)
+        return spawned
+
+    def _brief(self, workers: Iterable[WorkerProcess]) -> None:
+        endpoint = self._transport.open_door()
+        for worker in workers:
+            self._poller.register(worker.pidfd, zmq.POLLIN)
+            self.pool.brief(worker, self._settings(worker, endpoint))
+            self._on_event({"event": "worker_started", "worker": worker.index, "pid": worker.pid})
+
+    def _settings(self, worker: WorkerProcess, endpoint: str) -> Settings:
+        storage = self._storage
+        return Settings(
+            worker=worker.index,
+            endpoint=endpoint,
+            identity=worker.identity,
+            cores=self.pool.groups[worker.index].cores,
+            pack=os.fspath(storage.pack.path),
+            arena_fd=storage.arena_fd,
+            arena=storage.geometry_fields,
+            counters_fd=self.places[worker.index].page_fd,
+            max_active=self.config.max_active,
+            step_tokens=self.config.step_tokens,
+            stop_ids=storage.stop_ids,
+            profile=self.config.profile,
+        )

@@ -1,0 +1,143 @@
+"""The coordinator's end of the wire: one ROUTER on a socket file in a private folder.
+
+The folder exists only while workers are expected: it is made before one is started and removed when all have said
+Hello, since connections outlive the file they came through. What a killed coordinator leaves behind is swept by
+the next one: a folder is in use exactly while somebody holds a lock on it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+
+import zmq
+
+from coremill.config.errors import UnsupportedHostError
+from coremill.config.messages import Message, decode, encode
+
+_PREFIX = "coremill-"
+_SOCKET = "s"
+# sun_path of a Unix socket holds 108 bytes, the last of them NUL.
+MAX_SOCKET_PATH = 107
+
+
+def base_folder() -> Path:
+    """Where private folders are made: XDG_RUNTIME_DIR when it is usable, else the temporary folder."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and os.access(runtime, os.W_OK | os.X_OK) and _short_enough(Path(runtime)):
+        return Path(runtime)
+    import tempfile
+
+    temporary = Path(tempfile.gettempdir())
+    if not _short_enough(temporary):
+        raise UnsupportedHostError(
+            f"the temporary folder {temporary} has too long a name for a socket in it ({MAX_SOCKET_PATH} bytes); "
+            "set XDG_RUNTIME_DIR or TMPDIR to a shorter one"
+        )
+    return temporary
+
+
+def _short_enough(base: Path) -> bool:
+    longest = base / f"{_PREFIX}{'0' * 16}" / _SOCKET
+    return len(os.fsencode(longest)) <= MAX_SOCKET_PATH
+
+
+class PrivateFolder:
+    """A new folder of mode 0700 that nobody sweeps while this process holds it."""
+
+    def __init__(self, base: Path) -> None:
+        while True:
+            self.path = base / f"{_PREFIX}{secrets.token_hex(8)}"
+            os.mkdir(self.path, 0o700)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            # Between mkdir and flock somebody may have taken it for a stale one.
+            try:
+                if os.path.samestat(os.stat(self.path), os.fstat(self._lock)):
+                    return
+            except FileNotFoundError:
+                pass
+            os.close(self._lock)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep(base: Path) -> list[Path]:
+    """Remove folders of coordinators that are gone; returns them."""
+    removed = []
+    for entry in base.glob(f"{_PREFIX}{'[0-9a-f]' * 16}"):
+        try:
+            fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # removed meanwhile, or somebody else's
+            continue
+        try:
+            status = os.fstat(fd)
+            if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(entry, ignore_errors=True)
+                removed.append(entry)
+        except BlockingIOError:  # in use
+            pass
+        finally:
+            os.close(fd)
+    return removed
+
+
+class Transport:
+    """Messages to and from workers by routing id. Used by one thread, apart from `open_door` at the start."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self._folder: PrivateFolder | None = None
+        self._endpoint = ""
+
+    def open_door(self) -> str:
+        """The address for workers that are about to start."""
+        if self._folder is None:
+            base = base_folder()
+            sweep(base)
+            self._folder = PrivateFolder(base)
+            self._endpoint = f"ipc://{self._folder.path / _SOCKET}"
+            self.socket.bind(self._endpoint)
+        return self._endpoint
+
+    def close_door(self) -> None:
+        """Everybody expected has connected: leave nothing in the file system."""
+        if self._folder is not None:
+            self.socket.unbind(self._endpoint)
+            self._folder.remove()
+            self._folder = None
+
+    def send(self, identity: bytes, message: Message) -> bool:
+        """False when the worker is not connected (any more): its death is reported by other means."""
+        try:
+            self.socket.send_multipart((identity, encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def receive(self) -> tuple[bytes, Message] | None:
+        """The next message, or None when there is none yet."""
+        try:
+            identity, data = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return identity, decode(data)
+
+    def close(self) -> None:
+        self.close_door()
+        self.socket.close()
+        self._context.term()

@@ -1,0 +1,84 @@
+"""A worker process: `python -m coremill.worker FD`.
+
+FD is the lifeline, a pipe whose other end the coordinator holds. It first carries this worker's settings; when
+it ends, the coordinator is gone and so is this process, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+# What nobody handled. The coordinator tells its cause from the Failed message sent before.
+EXIT_FAILED = 1
+
+
+def main(argv: list[str], load_model: Callable[..., tuple[Any, Any]] | None = None) -> int:
+    """Serve one coordinator. load_model(settings, counters) -> (model, token bytes); None: the packed model."""
+    # Ctrl-C reaches every process of the terminal, but only the coordinator decides what it means. It started us
+    # with the signal blocked, so that there is no moment in which it would kill.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    lifeline = int(argv[1])
+
+    from coremill.worker.channel import SocketChannel, read_settings
+
+    settings = read_settings(lifeline)
+    if settings is None:  # the coordinator left before it said anything
+        return 0
+    _watch(lifeline)
+
+    from coremill.config.counters import CounterPage
+    from coremill.config.messages import PROTOCOL_VERSION, Failed, Hello, Ready
+
+    channel = SocketChannel(settings.endpoint, settings.identity)
+    affinity = tuple(sorted(os.sched_getaffinity(0)))
+    channel.send(Hello(PROTOCOL_VERSION, settings.worker, os.getpid(), affinity))
+    try:
+        begun = time.monotonic()
+        counters = CounterPage(settings.counters_fd)
+        model, token_bytes = (load_model or _load_packed_model)(settings, counters)
+        loop = _make_loop(channel, model, token_bytes, settings, counters)
+        channel.send(Ready(model.isa, model.scratch_bytes, time.monotonic() - begun))
+        loop.run()
+    except Exception as error:
+        # The one place that catches everything: the coordinator passes it on with its traceback.
+        text = str(error) or type(error).__name__
+        channel.send(Failed(None, type(error).__name__, text, traceback.format_exc()))
+        channel.close()
+        return EXIT_FAILED
+    channel.close()
+    return 0
+
+
+def _watch(lifeline: int) -> None:
+    from coremill.config.errors import EngineError
+    from coremill.native import ffi, lib
+
+    err = ffi.new("char[]", 512)
+    if lib.cm_watch_parent(lifeline, err, len(err)) < 0:
+        raise EngineError(ffi.string(err).decode(errors="replace"))
+
+
+def _make_loop(channel, model, token_bytes, settings, counters):
+    from coremill.worker.counters import measure_memory
+    from coremill.worker.loop import WorkerLoop
+
+    return WorkerLoop(
+        channel,
+        model,
+        token_bytes,
+        stop_ids=settings.stop_ids,
+        step_tokens=settings.step_tokens,
+        counters=counters,
+        measure=lambda: measure_memory(os.path.realpath(settings.pack), settings.arena_name),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

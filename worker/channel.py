@@ -1,0 +1,61 @@
+"""The worker's end of the wire: settings from the lifeline, messages over one DEALER socket."""
+
+from __future__ import annotations
+
+import os
+
+import zmq
+
+from coremill.config.messages import Message, ProtocolError, Settings, decode, encode
+
+# How long a leaving worker waits for its last words to be heard, in milliseconds.
+LINGER_MS = 1000
+
+
+def read_settings(fd: int) -> Settings | None:
+    """Settings from the pipe: 4 bytes of length, little endian, then the message. None when the pipe ends first."""
+    head = _read_exactly(fd, 4)
+    data = head and _read_exactly(fd, int.from_bytes(head, "little"))
+    if not data:
+        return None
+    settings = decode(data)
+    if not isinstance(settings, Settings):
+        raise ProtocolError(f"the lifeline must begin with Settings, not {type(settings).__name__}")
+    return settings
+
+
+def _read_exactly(fd: int, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        piece = os.read(fd, length - len(data))
+        if not piece:
+            return b""
+        data += piece
+    return data
+
+
+class SocketChannel:
+    """Messages to and from the coordinator; never drops one."""
+
+    def __init__(self, endpoint: str, identity: bytes) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, identity)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.connect(endpoint)
+
+    def send(self, message: Message) -> None:
+        self._socket.send(encode(message))
+
+    def receive(self, wait: bool) -> Message | None:
+        """The next message; without `wait`, None when there is none yet."""
+        try:
+            return decode(self._socket.recv(0 if wait else zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
