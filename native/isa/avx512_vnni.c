@@ -1,7 +1,13 @@
 /* AVX-512 F, BW, VL, DQ and VNNI. */
-#include <immintrin.h>
+#include "v16_avx512.h"
 
-#include "kernels.h"
+#include "gemm_avx512.h"
+#include "gemm_pack_avx.h"
+#include "gemm_tile.inc"
+
+#include "gemm_driver.inc"
+#include "ops.inc"
+#include "attention.inc"
 
 static uint64_t dot_rounds(uint64_t iterations) {
     __m512i sum[16], a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(-5);
@@ -19,5 +25,9 @@ static uint64_t dot_rounds(uint64_t iterations) {
 
 const cm_kernels cm_kernels_avx512_vnni = {
     .name = "avx512_vnni",
+    .act_pack = act_pack,
+    .gemm = gemm,
+    .gather_rows = cm_gather_rows,
     .dot_rounds = dot_rounds,
+    CM_FLOAT_KERNELS,
 };

@@ -1,8 +1,12 @@
 /* AVX2 with the VEX-encoded vpdpbusd of client CPUs that have no AVX-512. */
-#include <immintrin.h>
-
 #include "v16_avx2.h"
-#include "kernels.h"
+
+#include "gemm_ymm.h"
+#include "gemm_dot_avx_vnni.h"
+#include "gemm_pack_avx.h"
+#include "gemm_tile.inc"
+
+#include "gemm_driver.inc"
 #include "ops.inc"
 #include "attention.inc"
 
@@ -22,6 +26,9 @@ static uint64_t dot_rounds(uint64_t iterations) {
 
 const cm_kernels cm_kernels_avx_vnni = {
     .name = "avx_vnni",
+    .act_pack = act_pack,
+    .gemm = gemm,
+    .gather_rows = cm_gather_rows,
     .dot_rounds = dot_rounds,
     CM_FLOAT_KERNELS,
 };
