@@ -1,0 +1,243 @@
+"""From lines of input to sequences in the engine, on two threads.
+
+    reader thread     line -> row: parsed, its custom_id checked, skipped when an earlier run finished it
+    prepare thread    rows -> token ids (a few rows per call) -> engine
+
+Both end by themselves at the end of the input, or when the window is closed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from coremill.config.errors import RequestError
+from coremill.config.request import (
+    GenerationRequest,
+    SamplingParams,
+    SequenceRequest,
+    SequenceResult,
+    custom_id_of,
+    decode_json,
+    parse_row,
+)
+from coremill.config.request_fields import shown
+from coremill.coordinator.admission import Limits, sequence_request
+from coremill.coordinator.batch.plan import PlanWindow
+from coremill.coordinator.batch.reader import LineReader, RawLine
+from coremill.coordinator.batch.results import Row
+from coremill.coordinator.batch.rowtable import (
+    IN_ERRORS,
+    IN_RESULTS,
+    SEEN,
+    UNKNOWN_DIGEST,
+    RowTable,
+    line_key,
+    row_key,
+)
+from coremill.coordinator.batch.window import Window
+
+PREPARE_ROWS = 32
+PREPARE_BYTES = 1 << 18
+MAX_CHANGED_SHOWN = 20
+
+Prepare = Callable[[Sequence[GenerationRequest]], Sequence[tuple[int, ...] | RequestError]]
+Submit = Callable[[SequenceRequest, Callable[[SequenceResult], None]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a run asks of every row. models: names a row may give in `model`; defaults: for fields it leaves out."""
+
+    models: frozenset[str]
+    limits: Limits
+    defaults: SamplingParams
+    run_seed: int = 0
+
+
+@dataclass(slots=True)
+class Finished:
+    """A row with its outcome: exactly one of result and error is set."""
+
+    row: Row
+    result: SequenceResult | None = None
+    error: RequestError | None = None
+
+
+@dataclass(slots=True)
+class InputEnd:
+    """Every line has been read; num_rows of them get a line in this run."""
+
+    num_rows: int
+
+
+@dataclass(slots=True)
+class Broke:
+    """A thread of the feeder cannot go on."""
+
+    error: BaseException
+
+
+class Intake:
+    """Turns lines into rows and keeps count of what happened to each. Used by the reader thread alone."""
+
+    def __init__(self, table: RowTable, rules: Rules, text_format: bool) -> None:
+        self._table = table
+        self._rules = rules
+        self._text_format = text_format
+        self.num_read = self.num_admitted = self.num_skipped = self.num_changed = self.num_unrecorded = 0
+        self.changed: list[tuple[int, str]] = []  # (line number, custom_id) of the first few
+
+    def admit(self, line: RawLine, cost: int) -> tuple[Row, GenerationRequest | RequestError] | None:
+        """The row of a line and its request, or why it has none. None when an earlier run finished the row."""
+        self.num_read += 1
+        custom_id, request = self._parse(line)
+        key = row_key(custom_id)
+        digest, flags = self._table.get(key)
+        if flags & SEEN:
+            if not isinstance(request, RequestError):
+                problem = f"'custom_id' is {shown(custom_id)}: an earlier row has it already"
+                request = RequestError("duplicate_custom_id", problem, "custom_id")
+            key = line_key(line.number)
+            digest, flags = self._table.get(key)
+        if flags & (IN_RESULTS | IN_ERRORS):
+            self._skip(line, custom_id, digest)
+            self._table.put(key, digest, flags | SEEN)
+            return None
+        self._table.put(key, line.digest, SEEN)
+        row = Row(line.number, self.num_admitted, custom_id, key, line.digest, cost)
+        self.num_admitted += 1
+        return row, request
+
+    def _skip(self, line: RawLine, custom_id: str, digest: bytes) -> None:
+        self.num_skipped += 1
+        if digest == UNKNOWN_DIGEST:
+            self.num_unrecorded += 1
+        elif digest != line.digest:
+            self.num_changed += 1
+            if len(self.changed) < MAX_CHANGED_SHOWN:
+                self.changed.append((line.number, custom_id))
+
+    def _parse(self, line: RawLine) -> tuple[str, GenerationRequest | RequestError]:
+        """(custom_id, request or error). A custom_id that cannot be read is replaced as a missing one is."""
+        custom_id = f"line-{line.number}"
+        try:
+            if line.error is not None:
+                raise line.error
+            if self._text_format:
+                return custom_id, self._text_request(line.data, custom_id)
+            decoded = decode_json(line.data)
+            custom_id = custom_id_of(decoded, line.number)
+            request = parse_row(decoded, line.number, self._rules.defaults)
+            if request.model is not None and request.model not in self._rules.models:
+                known = ", ".join(f"'{name}'" for name in sorted(self._rules.models))
+                problem = f"'model' is {shown(request.model)}: it must be one of {known}"
+                raise RequestError("model_not_found", problem, "model")
+            return custom_id, request
+        except RequestError as error:
+            return custom_id, error
+
+    def _text_request(self, data: bytes, custom_id: str) -> GenerationRequest:
+        try:
+            prompt = data.decode()
+        except UnicodeDecodeError as error:
+            raise RequestError("invalid_utf8", f"not valid UTF-8 at byte {error.start} of the line") from None
+        return GenerationRequest(custom_id, "completion", None, prompt, self._rules.defaults)
+
+
+class Feeder:
+    """Runs the two threads. Everything they have to say goes through `post`, from either thread or the engine's."""
+
+    def __init__(
+        self,
+        lines: LineReader,
+        intake: Intake,
+        rules: Rules,
+        *,
+        prepare: Prepare,
+        submit: Submit,
+        post: Callable[[object], None],
+        window: Window,
+    ) -> None:
+        self._lines, self._intake, self._rules = lines, intake, rules
+        self._prepare, self._submit, self._post, self._window = prepare, submit, post, window
+        self._plan = PlanWindow()
+        self._rows: queue.SimpleQueue[tuple[Row, GenerationRequest] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=f"coremill-{name}", daemon=True)
+            for name, work in (("read", self._read), ("prepare", self._prepare_all))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout: float) -> None:
+        """Waits for the threads after the window was closed; a call that is stuck elsewhere is left to die."""
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # re-raised by the main thread
+            self._rows.put(None)
+            self._post(Broke(error))
+
+    def _read(self) -> None:
+        for line in self._lines:
+            cost = len(line.data)
+            if not self._window.acquire(cost):
+                break
+            admitted = self._intake.admit(line, cost)
+            if admitted is None:
+                self._window.release(cost)
+            elif isinstance(admitted[1], RequestError):
+                self._post(Finished(admitted[0], error=admitted[1]))
+            else:
+                self._rows.put(admitted)  # type: ignore[arg-type]
+        self._rows.put(None)
+        self._post(InputEnd(self._intake.num_admitted))
+
+    def _prepare_all(self) -> None:
+        ended = False
+        while not ended:
+            rows, ended = self._next_rows(self._plan.seconds_left())
+            if rows:
+                prepared = self._prepare([request for _, request in rows])
+                for (row, request), ids in zip(rows, prepared, strict=True):
+                    self._start(row, request, ids)
+            if (plan := self._plan.finish(self._intake.num_read, ended)) is not None:
+                self._post(plan)
+
+    def _next_rows(self, timeout: float | None) -> tuple[list[tuple[Row, GenerationRequest]], bool]:
+        """(the rows there are, up to a call's worth; True at the end of the input). Waits for the first."""
+        rows: list[tuple[Row, GenerationRequest]] = []
+        size = 0
+        try:
+            while len(rows) < PREPARE_ROWS and size < PREPARE_BYTES:
+                item = self._rows.get(timeout=timeout) if not rows else self._rows.get_nowait()
+                if item is None:
+                    return rows, True
+                rows.append(item)
+                size += item[0].cost
+        except queue.Empty:
+            pass  # what is here goes first: the next row may be long in coming
+        return rows, False
+
+    def _start(self, row: Row, request: GenerationRequest, ids: tuple[int, ...] | RequestError) -> None:
+        try:
+            if isinstance(ids, RequestError):
+                raise ids
+            row.kind, row.num_prompt = request.kind, len(ids)
+            sequence = sequence_request(request, ids, self._rules.limits, self._rules.run_seed)
+        except RequestError as error:
+            self._plan.add_unfit(error)
+            self._post(Finished(row, error=error))
+            return
+        self._plan.add(sequence)
+        self._submit(sequence, lambda result: self._post(Finished(row, result=result)))

@@ -1,0 +1,186 @@
+"""What a run is about to do, from its first rows: how many, how long, what they share, what it will take.
+
+The window ends with PLAN_ROWS rows, the input, or PLAN_SECONDS after its first row, whatever comes first; rows
+run meanwhile. Over more rows than that, figures are estimates and are called so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from coremill.config.errors import RequestError
+from coremill.config.request import SequenceRequest
+
+PLAN_ROWS = 1024
+PLAN_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Figures of the window. num_read: lines read so far, rows of earlier runs included; whole: they are all.
+
+    prompt_tokens, max_new_tokens, shared_tokens (prompt tokens that repeat another row's beginning): of
+    num_rows rows that fit. num_unfit: rows of the window that exceed the context.
+    """
+
+    num_read: int
+    whole: bool
+    num_rows: int
+    num_unfit: int
+    prompt_tokens: int
+    max_new_tokens: int
+    shared_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the run has at its disposal; the part of the plan that does not depend on rows.
+
+    groups: (cores, why) of each worker. memory: (what, bytes). multiplies: per token, of all matrices;
+    rate: multiplies per second that all cores together are expected to reach, None when nobody knows.
+    """
+
+    groups: tuple[tuple[tuple[int, ...], str], ...] = ()
+    memory: tuple[tuple[str, int], ...] = ()
+    ctx: int = 0
+    multiplies: int = 0
+    rate: float | None = None
+
+
+class PlanWindow:
+    """Collects the rows of the window. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._prompts: list[tuple[int, ...]] = []
+        self._max_new = self._unfit = 0
+        self._deadline: float | None = None
+        self._done = False
+
+    def seconds_left(self) -> float | None:
+        """How long to wait for another row before the plan is due; None: forever."""
+        if self._done or self._deadline is None:
+            return None
+        return max(0.0, self._deadline - time.monotonic())
+
+    def add(self, sequence: SequenceRequest) -> None:
+        if self._note_row():
+            self._prompts.append(sequence.prompt_ids)
+            self._max_new += sequence.max_tokens
+
+    def add_unfit(self, error: RequestError) -> None:
+        if self._note_row():
+            self._unfit += error.code == "context_length_exceeded"
+
+    def finish(self, num_read: int, ended: bool) -> Plan | None:
+        """The plan, once: as soon as the window has ended."""
+        if self._done:
+            return None
+        late = self._deadline is not None and time.monotonic() >= self._deadline
+        if not (ended or late or len(self._prompts) >= PLAN_ROWS):
+            return None
+        self._done = True
+        plan = Plan(
+            num_read=num_read,
+            whole=ended,
+            num_rows=len(self._prompts),
+            num_unfit=self._unfit,
+            prompt_tokens=sum(map(len, self._prompts)),
+            max_new_tokens=self._max_new,
+            shared_tokens=shared_tokens(self._prompts),
+        )
+        self._prompts = []
+        return plan
+
+    def _note_row(self) -> bool:
+        if not self._done and self._deadline is None:
+            self._deadline = time.monotonic() + PLAN_SECONDS
+        return not self._done
+
+
+def shared_tokens(prompts: list[tuple[int, ...]]) -> int:
+    """Prompt tokens that would not have to be computed if every common prefix were computed once: all tokens
+    less the nodes of their tree. Neighbours in sorted order share the longest prefixes."""
+    ordered = sorted(prompts)
+    return sum(_common_length(one, two) for one, two in itertools.pairwise(ordered))
+
+
+def _common_length(one: tuple[int, ...], two: tuple[int, ...]) -> int:
+    low, high = 0, min(len(one), len(two))
+    while low < high:  # one[:low] == two[:low] always holds
+        middle = (low + high + 1) // 2
+        if one[low:middle] == two[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def estimate_seconds(plan: Plan, setting: Setting, num_rows: int) -> float | None:
+    """Upper estimate for `num_rows` rows like those of the window: every row uses its max_tokens, nothing is shared."""
+    if not plan.num_rows or not setting.rate:
+        return None
+    tokens = (plan.prompt_tokens + plan.max_new_tokens) / plan.num_rows * num_rows
+    return tokens * setting.multiplies / setting.rate
+
+
+def plan_lines(plan: Plan, setting: Setting, num_rows: int | None, num_skipped: int, format_note: str) -> list[str]:
+    """The plan for people. num_rows: rows of the whole input, estimated unless plan.whole; None: a pipe."""
+    from coremill.config.memory import format_size
+
+    rows = f"{plan.num_read:,}" if plan.whole else "unknown number of" if num_rows is None else f"about {num_rows:,}"
+    lines = [f"input: {rows} rows, {format_note}"]
+    if num_skipped:
+        lines[0] += f"; {num_skipped:,} of those read so far are finished already"
+    over = "" if plan.whole else f" (over the first {plan.num_rows + plan.num_unfit:,} rows)"
+    lines.append(
+        f"tokens: {plan.prompt_tokens:,} in prompts, at most {plan.max_new_tokens:,} to generate{over}; "
+        f"{plan.shared_tokens:,} prompt tokens repeat another row's beginning"
+    )
+    lines.append(f"rows that do not fit --ctx {setting.ctx:,}: {plan.num_unfit:,}{over}")
+    if setting.memory:
+        lines.append("memory: " + ", ".join(f"{what} {format_size(size)}" for what, size in setting.memory))
+    lines += _group_lines(setting.groups)
+    left = plan.num_rows if plan.whole else num_rows and max(0, num_rows - num_skipped)
+    seconds = estimate_seconds(plan, setting, left) if left else None
+    if seconds is not None:
+        lines.append(f"estimate: at most about {format_seconds(seconds)}, if every row uses its max_tokens")
+    return lines
+
+
+def _group_lines(groups: tuple[tuple[tuple[int, ...], str], ...]) -> list[str]:
+    """Workers with one reason share a line."""
+    by_why: dict[str, list[tuple[int, ...]]] = {}
+    for cores, why in groups:
+        by_why.setdefault(why, []).append(cores)
+    return [
+        f"workers: {len(cores)} on cores {', '.join('+'.join(map(str, group)) for group in cores)}"
+        + (f" ({why})" if why else "")
+        for why, cores in by_why.items()
+    ]
+
+
+def format_seconds(seconds: float) -> str:
+    """7.3 -> "7.3 s", 150 -> "2 min 30 s", 7300 -> "2 h 2 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def stats_plan(plan: Plan | None) -> dict[str, Any] | None:
+    """The plan as it stands in the statistics."""
+    if plan is None:
+        return None
+    return {
+        "rows": plan.num_rows,
+        "unfit_rows": plan.num_unfit,
+        "prompt_tokens": plan.prompt_tokens,
+        "max_new_tokens": plan.max_new_tokens,
+        "shared_prefix_tokens": plan.shared_tokens,
+        "whole_input": plan.whole,
+    }

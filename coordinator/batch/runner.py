@@ -1,0 +1,253 @@
+"""The main thread of a run: takes what has finished, writes it, reports, and knows when to stop.
+
+feeder threads --submit--> engine --on_done--> mailbox --> this loop --> files
+     ^                                                        |
+     +---------------------- window (bounded) <---------------+
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from coremill.config.errors import EngineError, RequestError
+from coremill.coordinator.batch.feeder import Broke, Feeder, Finished, InputEnd, Intake, Prepare, Rules, Submit
+from coremill.coordinator.batch.plan import Plan
+from coremill.coordinator.batch.reader import LineReader
+from coremill.coordinator.batch.results import LineMaker
+from coremill.coordinator.batch.rowtable import IN_ERRORS, IN_RESULTS, SEEN, RowTable
+from coremill.coordinator.batch.window import InputOrder, Window
+from coremill.coordinator.batch.writer import Record, ResultFiles
+
+WINDOW_BYTES = 64 << 20
+TICK_SECONDS = 0.25
+# Results that say something about the engine, not about their row: the row is left for the next run.
+ENGINE_CODES = frozenset({"engine_closed", "engine_failed", "cancelled"})
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts of a run, growing. Rows of the input: num_read, of which num_skipped were finished before; num_results
+    and num_errors are what this run wrote. num_rows: how many there are in all; None: not known (a pipe)."""
+
+    num_read: int = 0
+    num_skipped: int = 0
+    num_results: int = 0
+    num_errors: int = 0
+    num_rows: int | None = None
+    input_ended: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended. stopped: the signal that stopped it, or "strict"; None: the whole input is done.
+
+    results_before, errors_before: lines in the files when it began, of which num_gone belong to rows that the
+    input no longer has. error_codes: count of each code of the errors written now.
+    """
+
+    progress: Progress
+    plan: Plan | None = None
+    stopped: signal.Signals | str | None = None
+    results_before: int = 0
+    errors_before: int = 0
+    num_gone: int = 0
+    num_dropped_errors: int = 0
+    num_changed: int = 0
+    num_unrecorded: int = 0
+    changed: list[tuple[int, str]] = field(default_factory=list)
+    error_codes: dict[str, int] = field(default_factory=dict)
+
+
+class Reporter:
+    """Told what happens, on the main thread. This one keeps quiet."""
+
+    def plan(self, plan: Plan, num_rows: int | None, num_skipped: int) -> None: ...
+
+    def progress(self, progress: Progress) -> None: ...
+
+
+class Runner:
+    """One run over an input that is open, into files that are open, with an engine that is ready.
+
+    retry: rows that failed in earlier runs run again. strict: the first row that fails ends the run.
+    """
+
+    def __init__(
+        self,
+        lines: LineReader,
+        files: ResultFiles,
+        table: RowTable,
+        rules: Rules,
+        maker: LineMaker,
+        *,
+        prepare: Prepare,
+        submit: Submit,
+        window_rows: int = 256,
+        in_order: bool = False,
+        retry: bool = False,
+        strict: bool = False,
+        reporter: Reporter | None = None,
+        interrupt_input: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._files, self._table, self._maker = files, table, maker
+        self._order = InputOrder() if in_order else None
+        self._retry, self._strict = retry, strict
+        self._reporter = reporter or Reporter()
+        self._position, self._interrupt_input = lines.position, interrupt_input
+        self._mail: queue.SimpleQueue = queue.SimpleQueue()
+        self._window = Window(window_rows, WINDOW_BYTES)
+        self._intake = Intake(table, rules, lines.format == "text")
+        self._feeder = Feeder(
+            lines, self._intake, rules, prepare=prepare, submit=submit, post=self._mail.put, window=self._window
+        )
+        self._progress = Progress()
+        self._outcome = Outcome(self._progress)
+        self._expected: int | None = None
+        self._num_finished = 0
+
+    def run(self) -> Outcome:
+        """Until the input is done or a signal asks to stop. Errors: RunError, EngineError and what the feeder met;
+        whatever finished before is in the files then."""
+        outcome, table = self._outcome, self._table
+        outcome.results_before, outcome.errors_before = table.count(IN_RESULTS), table.count(IN_ERRORS)
+        num_retried = outcome.errors_before if self._retry else 0
+        if self._retry:
+            self._files.forget_errors()
+            outcome.errors_before = 0
+        self._started = time.monotonic()
+        try:
+            with self._signals():
+                self._feeder.start()
+                self._loop()
+        finally:
+            self._window.close()
+            self._interrupt_input()
+            self._feeder.join(0.3)
+        self._count()
+        if outcome.stopped is None:
+            outcome.num_gone = table.count(IN_RESULTS, without=SEEN) + table.count(IN_ERRORS, without=SEEN)
+            outcome.num_dropped_errors = num_retried and table.count(0, without=SEEN | IN_RESULTS | IN_ERRORS)
+        return outcome
+
+    def _loop(self) -> None:
+        next_tick = 0.0
+        # The plan is the last thing the feeder says.
+        while self._num_finished != self._expected or self._outcome.plan is None:
+            finished = self._take(max(0.0, next_tick - time.monotonic()))
+            if finished:
+                self._write(finished)
+            if self._outcome.stopped is not None:
+                return
+            if time.monotonic() >= next_tick:
+                self._count()
+                self._reporter.progress(self._progress)
+                next_tick = time.monotonic() + TICK_SECONDS
+
+    def _take(self, timeout: float) -> list[Finished]:
+        """Everything in the mailbox, after waiting for something to come. Broken threads raise here, once what
+        finished before has been written."""
+        finished: list[Finished] = []
+        try:
+            mail = self._mail.get(timeout=timeout)
+            while True:
+                match mail:
+                    case Finished():
+                        finished.append(mail)
+                    case InputEnd(num_rows):
+                        self._expected = num_rows
+                    case Plan():
+                        self._outcome.plan = mail
+                        self._count()
+                        self._reporter.plan(mail, self._progress.num_rows, self._progress.num_skipped)
+                    case signal.Signals():
+                        self._outcome.stopped = mail
+                    case Broke(error):
+                        self._write(finished)
+                        raise error
+                mail = self._mail.get_nowait()
+        except queue.Empty:
+            return finished
+
+    def _write(self, finished: list[Finished]) -> None:
+        """Writes rows; raises EngineError after the others when some came back because the engine is gone."""
+        lost = None
+        done: list[tuple[int, Record, int]] = []
+        for item in finished:
+            error = item.error or item.result.error
+            if error is not None and error.code in ENGINE_CODES:
+                lost = error
+                continue
+            done.append((item.row.ordinal, self._record(item, error), item.row.cost))
+        ready = [(record, cost) for _, record, cost in done] if self._order is None else list(self._order.take(done))
+        if ready:
+            self._files.write([record for record, _ in ready])
+        for record, cost in ready:
+            self._window.release(cost)
+            self._progress.num_errors += record.failed
+            self._progress.num_results += not record.failed
+            if record.failed and self._strict:
+                self._outcome.stopped = "strict"
+        self._num_finished += len(ready)
+        if lost is not None and self._outcome.stopped is None:
+            raise EngineError(lost.message)
+
+    def _record(self, item: Finished, error: RequestError | None) -> Record:
+        row, result, progress = item.row, item.result, self._progress
+        if error is not None:
+            codes = self._outcome.error_codes
+            codes[error.code] = codes.get(error.code, 0) + 1
+            line = self._maker.error_line(row, error, result)
+        else:
+            line = self._maker.result_line(row, result)
+        if result is not None:
+            progress.prompt_tokens += row.num_prompt
+            progress.cached_tokens += result.cached_tokens
+            progress.completion_tokens += len(result.token_ids)
+        return Record(row.key, row.digest, error is not None, line)
+
+    def _count(self) -> None:
+        """Brings the counts of the reader thread into the progress and extrapolates the number of rows."""
+        progress, intake = self._progress, self._intake
+        progress.num_read, progress.num_skipped = intake.num_read, intake.num_skipped
+        progress.input_ended = self._expected is not None
+        progress.seconds = time.monotonic() - self._started
+        position = self._position()
+        if progress.input_ended:
+            progress.num_rows = progress.num_read
+        elif position is not None and position[0]:
+            progress.num_rows = max(progress.num_read, round(progress.num_read * position[1] / position[0]))
+        outcome = self._outcome
+        outcome.num_changed, outcome.num_unrecorded = intake.num_changed, intake.num_unrecorded
+        outcome.changed = intake.changed
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """First Ctrl-C (or SIGTERM): a letter to the loop. Second: the default, which ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, _frame: object) -> None:
+            for each in before:
+                signal.signal(each, signal.SIG_DFL)
+            self._mail.put(signal.Signals(number))  # SimpleQueue.put may be called from a handler
+
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, stop)
+        try:
+            yield
+        finally:
+            if self._outcome.stopped is None:
+                for number, handler in before.items():
+                    signal.signal(number, handler)

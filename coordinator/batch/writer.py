@@ -1,0 +1,287 @@
+"""The files of a run: OUT, its error file and OUT.journal. Opened, locked, repaired, appended to, synced.
+
+A line that is in a file stays there whole: each file only grows by whole lines, a write that fails half-way is cut
+back, and what a crash tore is cut off when the next run opens the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coremill.config.errors import RunError
+from coremill.coordinator.batch.journal import check_fingerprint, header_line, load_digests, read_header, record_line
+from coremill.coordinator.batch.results import key_of_line
+from coremill.coordinator.batch.rowtable import IN_ERRORS, IN_RESULTS, UNKNOWN_DIGEST, RowTable
+
+SYNC_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A finished row, ready to be written: its line goes to OUT or, failed, to the error file."""
+
+    key: bytes
+    digest: bytes
+    failed: bool
+    line: bytes
+
+
+def default_errors_path(out: str) -> str:
+    """OUT with `.jsonl` replaced by `.errors.jsonl`, or with that added when OUT ends otherwise."""
+    return out.removesuffix(".jsonl") + ".errors.jsonl"
+
+
+class AppendFile:
+    """A file that grows by whole lines. Locked against other runs for as long as it is open."""
+
+    def __init__(self, path: str, *, identity_refused: tuple[int, int] | None = None) -> None:
+        self.path = path
+        self.dirty = False
+        try:
+            # Prompts and answers are nobody else's business; a stricter umask takes away more.
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error.strerror}") from None
+        try:
+            self._check(identity_refused)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def _check(self, identity_refused: tuple[int, int] | None) -> None:
+        status = os.fstat(self.fd)
+        self.identity = (status.st_dev, status.st_ino)
+        if not stat.S_ISREG(status.st_mode):
+            raise RunError(f"{self.path} is not a regular file: a run must be able to resume from it")
+        if self.identity == identity_refused:
+            raise RunError(f"{self.path} is the input itself: choose another name")
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"another run is writing {self.path}: wait for it or choose another name") from None
+        except OSError as error:
+            raise RunError(f"cannot lock {self.path}: {error.strerror}") from None
+        self.size = status.st_size
+
+    def append(self, data: bytes) -> None:
+        """All of `data` or, with a RunError, nothing of it."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self.fd, rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # on a broken disk the next run repairs the tail
+                os.ftruncate(self.fd, self.size)
+            raise RunError(
+                f"cannot write {self.path}: {error.strerror}. What is written so far is complete; "
+                "once there is room the same command goes on from there"
+            ) from error
+        self.size += len(data)
+        self.dirty = True
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self.fd, size)
+        self.size = size
+        self.dirty = True
+
+    def sync(self) -> None:
+        if self.dirty:
+            self.dirty = False
+            os.fsync(self.fd)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class ResultFiles:
+    """Opens the three files for one run and brings `table` up to what they hold.
+
+    Args:
+        out, errors: paths. input_identity: (device, inode) of the input, which must be neither.
+        fingerprint: what results depend on; compared with the earlier run's when there are finished rows.
+        table: gets IN_RESULTS, IN_ERRORS and the digests of finished rows.
+    Raises RunError, ResumeRefusedError. Nothing an earlier run finished is changed by opening.
+    """
+
+    def __init__(
+        self,
+        out: str,
+        errors: str | None,
+        fingerprint: dict[str, Any],
+        table: RowTable,
+        *,
+        input_identity: tuple[int, int] | None = None,
+    ) -> None:
+        self._table = table
+        self._errors_path = errors or default_errors_path(out)
+        self._input_identity = input_identity
+        self._open: list[AppendFile] = []
+        paths = {"OUT": out, "the error file": self._errors_path, "the journal": out + ".journal"}
+        _check_paths(paths, input_identity)
+        try:
+            self._journal = self._open_file(out + ".journal")
+            self._out = self._open_file(out)
+            # Created with its first row: a run without failures leaves no empty file behind.
+            self._errors = self._open_file(self._errors_path) if os.path.exists(self._errors_path) else None
+            self._resume(fingerprint)
+            _sync_folder(out)
+        except BaseException:
+            self._close_files()
+            raise
+        self._syncer = _Syncer(self._open)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Appends finished rows: once this returns they survive the death of any process."""
+        self._syncer.check()
+        self._journal.append(b"".join(record_line(record.key, record.digest) for record in records))
+        if results := b"".join(record.line for record in records if not record.failed):
+            self._out.append(results)
+        if failures := b"".join(record.line for record in records if record.failed):
+            if self._errors is None:
+                self._errors = self._open_file(self._errors_path)
+                _sync_folder(self._errors_path)
+            self._errors.append(failures)
+
+    def forget_errors(self) -> None:
+        """Failed rows are to run again: empties the error file. From then on they count as not yet run, so a
+        run that dies right here loses none of them."""
+        if self._errors is not None:
+            self._errors.truncate(0)
+        self._table.clear_flag(IN_ERRORS)
+
+    def close(self) -> None:
+        """Syncs and closes. RunError when the disk refuses; the files are closed even then."""
+        try:
+            self._syncer.close()
+        finally:
+            self._close_files()
+
+    def _open_file(self, path: str) -> AppendFile:
+        file = AppendFile(path, identity_refused=self._input_identity)
+        self._open.append(file)
+        return file
+
+    def _close_files(self) -> None:
+        for file in self._open:
+            file.close()
+        self._open.clear()
+
+    def _resume(self, fingerprint: dict[str, Any]) -> None:
+        num_results = self._scan(self._out, IN_RESULTS)
+        num_errors = self._scan(self._errors, IN_ERRORS) if self._errors else 0
+        with os.fdopen(os.dup(self._journal.fd), "rb") as file:
+            file.seek(0)
+            first = file.readline(1 << 20)
+        header = read_header(first, self._journal.path)
+        errors_name = os.path.relpath(self._errors_path, os.path.dirname(self._out.path) or ".")
+        if num_results + num_errors == 0:
+            self._check_earlier_errors(header, errors_name)
+            self._journal.truncate(0)
+            self._journal.append(header_line(fingerprint, errors_name))
+            self._journal.sync()
+            return
+        if header is None:
+            holder = self._out.path if num_results else self._errors_path
+            raise RunError(
+                f"{holder} exists and {self._journal.path} does not tell from which run: choose another name"
+            )
+        check_fingerprint(self._out.path, header["fingerprint"], fingerprint)
+        self._check_earlier_errors(header, errors_name)
+        self._journal.truncate(load_digests(self._journal.fd, len(first), self._table))
+
+    def _check_earlier_errors(self, header: dict[str, Any] | None, errors_name: str) -> None:
+        earlier = header.get("errors") if header else None
+        if not isinstance(earlier, str) or earlier == errors_name:
+            return
+        path = os.path.join(os.path.dirname(self._out.path) or ".", earlier)
+        if os.path.exists(path) and os.path.getsize(path):
+            raise RunError(
+                f"the earlier run wrote its failed rows to {path}: resume with --errors {path}, or move that file away"
+            )
+
+    def _scan(self, file: AppendFile, flag: int) -> int:
+        """Enters the rows of a file into the table, cuts off a torn last line, returns the number of rows."""
+        num_rows = end = 0
+        with open(os.dup(file.fd), "rb", buffering=1 << 20) as lines:
+            lines.seek(0)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                num_rows += 1
+                end += len(line)
+                key = key_of_line(line)
+                if key is None:
+                    raise RunError(f"line {num_rows} of {file.path} is not a result of coremill: choose another name")
+                if self._table.get(key)[1]:
+                    raise RunError(f"line {num_rows} of {file.path} is about a row that has a line already: remove one")
+                self._table.put(key, UNKNOWN_DIGEST, flag)
+        if end != file.size:
+            file.truncate(end)
+        return num_rows
+
+
+class _Syncer:
+    """Syncs files that were written to, once a second, on a thread of its own: a slow disk then delays no row."""
+
+    def __init__(self, files: list[AppendFile]) -> None:
+        self._files = files
+        self._stopping = threading.Event()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="coremill-sync", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise RunError(f"cannot sync the results to disk: {self._error.strerror}") from self._error
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._sync()
+        self.check()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(SYNC_SECONDS):
+            self._sync()
+
+    def _sync(self) -> None:
+        try:
+            # The journal is first in the list: its records reach the disk before the rows they describe.
+            for file in tuple(self._files):
+                file.sync()
+        except OSError as error:
+            self._error = error
+
+
+def _check_paths(paths: dict[str, str], input_identity: tuple[int, int] | None) -> None:
+    """Refuses before anything is created: the input as output, one file in two roles."""
+    roles: dict[Any, str] = {}
+    for role, path in paths.items():
+        try:
+            status = os.stat(path)
+        except OSError:
+            identity: Any = str(Path(path).resolve())
+        else:
+            identity = (status.st_dev, status.st_ino)
+        if identity == input_identity:
+            raise RunError(f"{role} ({path}) is the input itself: choose another name")
+        if identity in roles:
+            raise RunError(f"{role} ({path}) is the same file as {roles[identity]}: choose another name")
+        roles[identity] = role
+
+
+def _sync_folder(path: str) -> None:
+    """A file's name survives a power cut only once its folder is synced."""
+    fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
