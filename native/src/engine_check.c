@@ -8,6 +8,8 @@
 
 /* Sizes up to these keep every product below 2^63. */
 enum { MAX_WIDTH = 1 << 24, MAX_ROWS = 1 << 16, MAX_THREADS = 1024, MAX_ITEMS = 1 << 20 };
+/* What the attention kernels can do (isa/attention.inc). */
+enum { MAX_HEAD_DIM = 256, HEAD_DIM_STEP = 8 };
 
 typedef struct check {
     const cm_engine_config *c;
@@ -224,7 +226,7 @@ static int check_numbers(const check *k) {
         {"num_blocks", c->num_blocks, 1, INT32_MAX},
         {"num_layers", c->num_layers, 1, 1 << 12},
         {"num_kv_heads", c->num_kv_heads, 1, 1 << 20},
-        {"head_dim", c->head_dim, 1, 1 << 16},
+        {"head_dim", c->head_dim, HEAD_DIM_STEP, MAX_HEAD_DIM},
         {"rope_dim", c->rope_dim, 2, c->head_dim},
         {"rope_pairing", c->rope_pairing, 0, 1},
         {"threads", c->threads, 1, MAX_THREADS},
@@ -233,6 +235,8 @@ static int check_numbers(const check *k) {
         if (limits[i].value < limits[i].low || limits[i].value > limits[i].high)
             return refuse(k, "%s is %lld, not %lld to %lld", limits[i].name, (long long)limits[i].value,
                           (long long)limits[i].low, (long long)limits[i].high);
+    if (c->head_dim % HEAD_DIM_STEP)
+        return refuse(k, "head_dim is %d, not a multiple of %d", c->head_dim, HEAD_DIM_STEP);
     if (c->rope_dim % 2)
         return refuse(k, "rope_dim is %d, not even", c->rope_dim);
     for (int i = 0; i < c->rope_dim / 2; i++)
@@ -250,7 +254,7 @@ static int check_memory(const check *k) {
     const cm_engine_config *c = k->c;
     if (!c->weights || (uintptr_t)c->weights % 64 || !c->arena || (uintptr_t)c->arena % 64)
         return refuse(k, "weights and arena must start on 64 bytes");
-    /* 2^12 layers * 2^20 heads * 2^16 * 128 bytes is 2^55; the number of blocks is divided, not multiplied. */
+    /* 2^12 layers * 2^20 heads * 2^8 * 128 bytes is 2^47; the number of blocks is divided, not multiplied. */
     uint64_t block = (uint64_t)c->num_layers * (uint64_t)c->num_kv_heads * (uint64_t)c->head_dim * 128;
     if ((uint64_t)c->num_blocks > c->arena_len / block)
         return refuse(k, "an arena of %llu bytes does not hold %d blocks of %llu", (unsigned long long)c->arena_len,

@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from coremill.config.errors import UnsupportedModelError
 from coremill.worker.plan import ACT, OUTPUTS, Plan
 
 if TYPE_CHECKING:
     from coremill.native.packfile import PackFile
 
 PANEL = 16
+# What the attention kernels can do (native/isa/attention.inc).
+MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
 
 
 def _padded(width: int) -> int:
@@ -25,6 +28,11 @@ def _padded(width: int) -> int:
 
 def describe(pack: PackFile) -> Plan:
     spec, plan = pack.spec, Plan()
+    if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MAX_HEAD_DIM:
+        raise UnsupportedModelError(
+            f"attention heads of {spec.head_dim} elements are not supported: "
+            f"only multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+        )
     heads_width = spec.num_heads * spec.head_dim
     x = plan.buffer("x", spec.hidden_size)
     plan.buffer("norm", spec.hidden_size)
