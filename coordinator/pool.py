@@ -35,6 +35,7 @@ class WorkerProcess:
     process: subprocess.Popen
     pidfd: int
     lifeline: int
+    endpoint: str = ""
     hello: Hello | None = None
     ready: Ready | None = None
     failure: Failed | None = None

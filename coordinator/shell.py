@@ -201,19 +201,15 @@ class Shell:
         alone = self.places[worker.index].counters["alone_lease"]
         self.places[worker.index].counters["alone_lease"] = 0
         del self._workers[worker.identity]
+        self._transport.leave(worker.endpoint)
         death = self.pool.reap(worker)
         place = self.places[worker.index]
         place.state, place.pid, place.last_death = "starting", None, death.cause
         self._measured(None, worker.index)
-        self._on_event(
-            {
-                "event": "worker_died",
-                "worker": worker.index,
-                "pid": worker.pid,
-                "cause": death.cause,
-                "traceback": worker.failure.traceback if worker.failure else "",
-            }
-        )
+        if self.scheduler.closed is None:
+            traceback = worker.failure.traceback if worker.failure else ""
+            died = {"event": "worker_died", "worker": worker.index, "pid": worker.pid, "cause": death.cause}
+            self._on_event(died | {"traceback": traceback})
         hopeless = worker.failure is not None and worker.ready is None
         events.append(WorkerDied(worker.index, death.cause, death.crashed, alone, hopeless))
         return events
@@ -255,17 +251,17 @@ class Shell:
         return spawned
 
     def _brief(self, workers: Iterable[WorkerProcess]) -> None:
-        endpoint = self._transport.open_door()
         for worker in workers:
             self._poller.register(worker.pidfd, zmq.POLLIN)
-            self.pool.brief(worker, self._settings(worker, endpoint))
+            worker.endpoint = self._transport.open_door()
+            self.pool.brief(worker, self._settings(worker))
             self._on_event({"event": "worker_started", "worker": worker.index, "pid": worker.pid})
 
-    def _settings(self, worker: WorkerProcess, endpoint: str) -> Settings:
+    def _settings(self, worker: WorkerProcess) -> Settings:
         storage = self._storage
         return Settings(
             worker=worker.index,
-            endpoint=endpoint,
+            endpoint=worker.endpoint,
             identity=worker.identity,
             cores=self.pool.groups[worker.index].cores,
             pack=os.fspath(storage.pack.path),

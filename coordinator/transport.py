@@ -1,8 +1,9 @@
 """The coordinator's end of the wire: one ROUTER on a socket file in a private folder.
 
 The folder exists only while workers are expected: it is made before one is started and removed when all have said
-Hello, since connections outlive the file they came through. What a killed coordinator leaves behind is swept by
-the next one: a folder is in use exactly while somebody holds a lock on it.
+Hello, since connections outlive the file they came through (but not the listener, which stays until the last of
+them is gone). What a killed coordinator leaves behind is swept by the next one: a folder is in use exactly while
+somebody holds a lock on it.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def sweep(base: Path) -> list[Path]:
 
 
 class Transport:
-    """Messages to and from workers by routing id. Used by one thread, apart from `open_door` at the start."""
+    """Messages to and from workers by routing id. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -100,24 +101,37 @@ class Transport:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
         self._folder: PrivateFolder | None = None
-        self._endpoint = ""
+        self._endpoint = ""  # of the open door
+        self._users: dict[str, int] = {}  # workers by the endpoint they were told
 
     def open_door(self) -> str:
-        """The address for workers that are about to start."""
+        """The address for one worker that is about to start; `leave` it when the worker has ended."""
         if self._folder is None:
             base = base_folder()
             sweep(base)
             self._folder = PrivateFolder(base)
             self._endpoint = f"ipc://{self._folder.path / _SOCKET}"
             self.socket.bind(self._endpoint)
+        self._users[self._endpoint] = self._users.get(self._endpoint, 0) + 1
         return self._endpoint
 
     def close_door(self) -> None:
         """Everybody expected has connected: leave nothing in the file system."""
         if self._folder is not None:
-            self.socket.unbind(self._endpoint)
             self._folder.remove()
             self._folder = None
+            self._drop_if_unused(self._endpoint)
+
+    def leave(self, endpoint: str) -> None:
+        """The worker that was given this address has ended."""
+        self._users[endpoint] -= 1
+        if self._folder is None or endpoint != self._endpoint:
+            self._drop_if_unused(endpoint)
+
+    def _drop_if_unused(self, endpoint: str) -> None:
+        if not self._users[endpoint]:
+            del self._users[endpoint]
+            self.socket.unbind(endpoint)
 
     def send(self, identity: bytes, message: Message) -> bool:
         """False when the worker is not connected (any more): its death is reported by other means."""

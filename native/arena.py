@@ -15,7 +15,11 @@ from coremill.config.errors import EngineError
 from coremill.native.mapping import SharedMap
 
 
-def create_arena(geometry: ArenaGeometry, name: str = "coremill-arena") -> int:
+# What the arena is called in /proc/PID/smaps.
+ARENA_NAME = "coremill-arena"
+
+
+def create_arena(geometry: ArenaGeometry, name: str = ARENA_NAME) -> int:
     """A descriptor of zeroed shared memory of `geometry.total_bytes`, close-on-exec, whose size is sealed.
 
     Raises:

@@ -41,10 +41,12 @@ def main(argv: list[str], load_model: Callable[..., tuple[Any, Any]] | None = No
     channel.send(Hello(PROTOCOL_VERSION, settings.worker, os.getpid(), affinity))
     try:
         begun = time.monotonic()
+        if load_model is None:
+            from coremill.worker.loading import load_packed_model as load_model
         counters = CounterPage(settings.counters_fd)
-        model, token_bytes = (load_model or _load_packed_model)(settings, counters)
+        model, token_bytes = load_model(settings, counters)
         loop = _make_loop(channel, model, token_bytes, settings, counters)
-        channel.send(Ready(model.isa, model.scratch_bytes, time.monotonic() - begun))
+        channel.send(Ready(_isa(), model.scratch_bytes, time.monotonic() - begun))
         loop.run()
     except Exception as error:
         # The one place that catches everything: the coordinator passes it on with its traceback.
@@ -65,7 +67,14 @@ def _watch(lifeline: int) -> None:
         raise EngineError(ffi.string(err).decode(errors="replace"))
 
 
+def _isa() -> str:
+    from coremill.native import ffi, lib
+
+    return ffi.string(lib.cm_isa_active()).decode()
+
+
 def _make_loop(channel, model, token_bytes, settings, counters):
+    from coremill.native.arena import ARENA_NAME
     from coremill.worker.counters import measure_memory
     from coremill.worker.loop import WorkerLoop
 
@@ -76,7 +85,7 @@ def _make_loop(channel, model, token_bytes, settings, counters):
         stop_ids=settings.stop_ids,
         step_tokens=settings.step_tokens,
         counters=counters,
-        measure=lambda: measure_memory(os.path.realpath(settings.pack), settings.arena_name),
+        measure=lambda: measure_memory(os.path.realpath(settings.pack), ARENA_NAME),
     )
 
 
