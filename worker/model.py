@@ -95,13 +95,17 @@ class WorkerModel:
                 nothing was computed.
         """
         self._run(batch, all_logits=False)
+        return self.samples(batch)
+
+    def samples(self, batch: StepBatch) -> list[StepOutput]:
+        """Outputs of the last step, which ran this batch; `step` returns them itself."""
         results = self._results
         return [StepOutput(results[i].token, _STATUS[results[i].status]) for i in range(batch.num_samples)]
 
     def logits_step(self, batch: StepBatch) -> Any:
         """Run the batch and return a buffer of float32 [rows][vocab_size], valid until the next step.
 
-        Needs `all_logits=True`. Samples of the batch are taken as well.
+        Needs `all_logits=True`. The batch's samples are taken too; `samples` returns them.
         """
         self._run(batch, all_logits=True)
         stride = self._ffi.new("size_t *")
