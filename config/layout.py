@@ -7,7 +7,7 @@ turn, so that a gate panel and its up panel are neighbours. A bias is padded and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,8 +90,11 @@ class VectorRule:
 Rule = MatrixRule | VectorRule
 
 
-def all_rules(spec: ModelSpec) -> list[Rule]:
-    """Every matrix and vector a model of this description can have, optional ones included, in pack order."""
+def all_rules(spec: ModelSpec) -> Iterator[Rule]:
+    """Every matrix and vector a model of this description can have, optional ones included, in pack order.
+
+    One at a time: a description may claim thousands of layers that its file does not have.
+    """
     if spec.architecture not in _ARCHITECTURES:
         raise UnsupportedModelError(f"architecture '{spec.architecture}' is not supported")
     return _ARCHITECTURES[spec.architecture](spec)
@@ -139,31 +142,31 @@ def _check_shape(rule: Rule, part: Part, tensors: Mapping[str, TensorShape]) -> 
         )
 
 
-def _llama(spec: ModelSpec) -> list[Rule]:
+def _llama(spec: ModelSpec) -> Iterator[Rule]:
     """Norm, attention, norm, gated feed-forward; the embedding doubles as output matrix when tied."""
     hidden = spec.hidden_size
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    rules: list[Rule] = [MatrixRule("token_embd", hidden, (Part("token_embd.weight", spec.vocab_size),))]
+    yield MatrixRule("token_embd", hidden, (Part("token_embd.weight", spec.vocab_size),))
     for layer in range(spec.num_layers):
         blk = f"blk.{layer}"
+        norm = Part(f"{blk}.attn_norm.weight", hidden)
+        q, k, v = (Part(f"{blk}.attn_{c}.weight", rows) for c, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)))
+        output = Part(f"{blk}.attn_output.weight", hidden)
+        yield VectorRule(f"{blk}.attn_norm", (norm,))
+        yield from _with_bias(MatrixRule(f"{blk}.attn_qkv", hidden, (q, k, v)))
+        yield from _with_bias(MatrixRule(f"{blk}.attn_output", q_rows, (output,)))
 
-        def parts(*pairs: tuple[str, int], blk: str = blk) -> tuple[Part, ...]:
-            return tuple(Part(f"{blk}.{name}.weight", rows) for name, rows in pairs)
-
-        qkv = parts(("attn_q", q_rows), ("attn_k", kv_rows), ("attn_v", kv_rows))
-        gate_up = parts(("ffn_gate", spec.ffn_size), ("ffn_up", spec.ffn_size))
-        rules.append(VectorRule(f"{blk}.attn_norm", parts(("attn_norm", hidden))))
-        rules += _with_bias(MatrixRule(f"{blk}.attn_qkv", hidden, qkv))
-        rules += _with_bias(MatrixRule(f"{blk}.attn_output", q_rows, parts(("attn_output", hidden))))
-        rules.append(VectorRule(f"{blk}.ffn_norm", parts(("ffn_norm", hidden))))
-        rules += _with_bias(MatrixRule(f"{blk}.ffn_gate_up", hidden, gate_up, "interleave"))
-        rules += _with_bias(MatrixRule(f"{blk}.ffn_down", spec.ffn_size, parts(("ffn_down", hidden))))
-    rules.append(VectorRule("output_norm", (Part("output_norm.weight", hidden),)))
+        norm = Part(f"{blk}.ffn_norm.weight", hidden)
+        gate, up = (Part(f"{blk}.ffn_{name}.weight", spec.ffn_size) for name in ("gate", "up"))
+        down = Part(f"{blk}.ffn_down.weight", hidden)
+        yield VectorRule(f"{blk}.ffn_norm", (norm,))
+        yield from _with_bias(MatrixRule(f"{blk}.ffn_gate_up", hidden, (gate, up), "interleave"))
+        yield from _with_bias(MatrixRule(f"{blk}.ffn_down", spec.ffn_size, (down,)))
+    yield VectorRule("output_norm", (Part("output_norm.weight", hidden),))
     if not spec.tied_output:
-        rules += _with_bias(MatrixRule("output", hidden, (Part("output.weight", spec.vocab_size),)))
+        yield from _with_bias(MatrixRule("output", hidden, (Part("output.weight", spec.vocab_size),)))
     if spec.rope.has_factors:
-        rules.append(VectorRule("rope_factors", (Part("rope_freqs.weight", spec.rope.dim // 2),)))
-    return rules
+        yield VectorRule("rope_factors", (Part("rope_freqs.weight", spec.rope.dim // 2),))
 
 
 def _with_bias(matrix: MatrixRule) -> list[Rule]:
@@ -171,4 +174,4 @@ def _with_bias(matrix: MatrixRule) -> list[Rule]:
     return [matrix, VectorRule(f"{matrix.name}.bias", sources, optional=True, matrix=matrix)]
 
 
-_ARCHITECTURES: dict[str, Callable[[ModelSpec], list[Rule]]] = {"llama": _llama}
+_ARCHITECTURES: dict[str, Callable[[ModelSpec], Iterator[Rule]]] = {"llama": _llama}

@@ -93,6 +93,11 @@ def type_name(type_id: int) -> str:
     return GGML_TYPES[type_id][0] if type_id in GGML_TYPES else f"type {type_id}"
 
 
+def _label(name: str) -> str:
+    """A name from a file as messages show it: quoted, short, and without control characters."""
+    return repr(name if len(name) <= 80 else name[:80] + "...")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor. `shape` is in ggml order (innermost first); `offset` is absolute within file `part`."""
@@ -298,13 +303,14 @@ class _Part:
             start = cursor.position
             key = cursor.string(f"metadata key {index}", MAX_KEY_BYTES)
             if not key or key in metadata:
-                problem = f"'{key}' appears twice" if key else "is empty"
+                problem = f"{_label(key)} appears twice" if key else "is empty"
                 cursor.fail(f"metadata key {index}", problem, start)
             type_start = cursor.position
-            type_id = cursor.u32(f"metadata '{key}' type")
+            field = f"metadata {_label(key)}"
+            type_id = cursor.u32(f"{field} type")
             if type_id not in _LEAST_BYTES:
-                cursor.fail(f"metadata '{key}' type", f"{type_id} is not a GGUF value type", type_start)
-            metadata[key] = cursor.value(type_id, f"metadata '{key}'")
+                cursor.fail(f"{field} type", f"{type_id} is not a GGUF value type", type_start)
+            metadata[key] = cursor.value(type_id, field)
         return metadata
 
     @staticmethod
@@ -322,7 +328,7 @@ class _Part:
             start = cursor.position
             name = cursor.string(f"tensor {index} name", MAX_NAME_BYTES)
             if not name or name in entries:
-                problem = f"'{name}' appears twice" if name else "is empty"
+                problem = f"{_label(name)} appears twice" if name else "is empty"
                 cursor.fail(f"tensor {index} name", problem, start)
             entries[name] = self._read_tensor(cursor, name, alignment)
         data_start = -(-cursor.position // alignment) * alignment
@@ -331,7 +337,7 @@ class _Part:
             end = data_start + info.offset + info.nbytes
             if end > self.size:
                 problem = f"its data ends at byte {end}, but the file has {self.size}"
-                cursor.fail(f"tensor '{name}' offset", problem, where)
+                cursor.fail(f"tensor {_label(name)} offset", problem, where)
             absolute = data_start + info.offset
             tensors[name] = TensorInfo(name, info.shape, info.format, absolute, info.nbytes, self.index)
         self._check_overlap(cursor, tensors, {name: where for name, (_, where) in entries.items()})
@@ -340,7 +346,7 @@ class _Part:
     @staticmethod
     def _read_tensor(cursor: _Cursor, name: str, alignment: int) -> tuple[TensorInfo, int]:
         """A tensor with its offset as the file has it, and where in the file that offset stands."""
-        field, start = f"tensor '{name}'", cursor.position
+        field, start = f"tensor {_label(name)}", cursor.position
         num_dims = cursor.u32(f"{field} dimension count")
         if not 1 <= num_dims <= MAX_DIMS:
             cursor.fail(f"{field} dimension count", f"{num_dims} is not 1 to {MAX_DIMS}", start)
@@ -371,8 +377,8 @@ class _Part:
         previous: TensorInfo | None = None
         for info in sorted(tensors.values(), key=lambda t: t.offset):
             if previous is not None and previous.offset + previous.nbytes > info.offset:
-                problem = f"its data overlaps that of tensor '{previous.name}'"
-                cursor.fail(f"tensor '{info.name}' offset", problem, where[info.name])
+                problem = f"its data overlaps that of tensor {_label(previous.name)}"
+                cursor.fail(f"tensor {_label(info.name)} offset", problem, where[info.name])
             previous = info
 
 

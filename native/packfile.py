@@ -19,6 +19,7 @@ import os
 import stat
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -211,7 +212,7 @@ class PackFile:
         for name in [*entries["matrices"], *entries["vectors"]]:
             raise self._bad(f"tensor '{name}'", f"has no place in a '{self.spec.architecture}' model")
 
-    def _expected_rules(self) -> list[Rule]:
+    def _expected_rules(self) -> Iterator[Rule]:
         try:
             return all_rules(self.spec)
         except ModelError as error:
