@@ -59,7 +59,7 @@ cm_sample_scratch cm_sample_scratch_at(void *memory, int32_t n) {
 
 const char *cm_sampling_problem(const cm_sampling *s) {
     /* Negated, so that NaN is a problem too. */
-    if (!(s->temperature >= 0 && s->temperature <= 1e6f))
+    if (!(s->temperature >= 0 && s->temperature <= 1e6))
         return "temperature is not between 0 and 1e6";
     if (!(s->top_p > 0 && s->top_p <= 1))
         return "top_p is not above 0 and at most 1";
@@ -134,7 +134,7 @@ static void take_best(cm_candidate *heap, int32_t n) {
 }
 
 /* Everything not below the cutoff, as a heap. */
-static int32_t collect(const cm_sample_scratch *scratch, int32_t n, float cutoff) {
+static int32_t collect(const cm_sample_scratch *scratch, int32_t n, double cutoff) {
     cm_candidate *heap = scratch->candidates;
     int32_t count = 0;
     for (int32_t id = 0; id < n; id++)
@@ -147,12 +147,12 @@ static int32_t collect(const cm_sample_scratch *scratch, int32_t n, float cutoff
 
 /* Weights below this cannot be chosen, so they need not enter the heap. With top_k everything may matter, as
  * top_p then counts shares of what top_k leaves. */
-static float cutoff_for(const cm_sampling *s, int32_t n, double total) {
+static double cutoff_for(const cm_sampling *s, int32_t n, double total) {
     if (s->top_k > 0)
         return 0;
     /* All weights below it together are less than half of what top_p leaves out. */
-    double tail = 0.5 * (1.0 - (double)s->top_p) * total / n;
-    return (double)s->min_p > tail ? s->min_p : (float)tail;
+    double tail = 0.5 * (1.0 - s->top_p) * total / n;
+    return s->min_p > tail ? s->min_p : tail;
 }
 
 static int32_t draw_filtered(const cm_sampling *s, const cm_sample_scratch *scratch, int32_t n, double total,
@@ -169,7 +169,7 @@ static int32_t draw_filtered(const cm_sampling *s, const cm_sample_scratch *scra
             total += heap[count - 1 - taken].weight;
         }
     }
-    double kept_total = 0, wanted_total = (double)s->top_p * total;
+    double kept_total = 0, wanted_total = s->top_p * total;
     int32_t kept = 0;
     for (; kept < limit; kept++) {
         if (kept == taken) {
@@ -177,7 +177,7 @@ static int32_t draw_filtered(const cm_sampling *s, const cm_sample_scratch *scra
             taken++;
         }
         float weight = heap[count - 1 - kept].weight;
-        if (kept > 0 && (weight < s->min_p * heap[count - 1].weight || (s->top_p < 1 && kept_total >= wanted_total)))
+        if (kept > 0 && (weight < s->min_p * (double)heap[count - 1].weight || (s->top_p < 1 && kept_total >= wanted_total)))
             break;
         kept_total += weight;
     }
@@ -193,7 +193,7 @@ static int32_t draw_filtered(const cm_sampling *s, const cm_sample_scratch *scra
 int32_t cm_sample(const cm_kernels *kernels, const float *logits, int32_t n, float max, const cm_sampling *s,
                   int64_t position, const cm_sample_scratch *scratch) {
     /* Cold enough for greedy, and far from 0 * infinity. */
-    float inv_temp = s->temperature > 1e-20f ? 1.0f / s->temperature : 1e20f;
+    float inv_temp = s->temperature > 1e-20 ? (float)(1.0 / s->temperature) : 1e20f;
     double share = uniform(s->seed, position);
     kernels->softmax_weights(scratch->weights, logits, n, max, inv_temp, scratch->chunk_sums);
     double total = sum_of(scratch->chunk_sums, num_chunks(n));
