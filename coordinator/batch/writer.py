@@ -72,12 +72,13 @@ class AppendFile:
         self.size = status.st_size
 
     def append(self, data: bytes) -> None:
-        """All of `data` or, with a RunError, nothing of it."""
+        """All lines of `data` or, with a RunError, as many of them as could be written whole."""
         rest = memoryview(data)
         try:
             while rest:
                 rest = rest[os.write(self.fd, rest) :]
         except OSError as error:
+            self.size += data.rfind(b"\n", 0, len(data) - len(rest)) + 1
             with contextlib.suppress(OSError):  # on a broken disk the next run repairs the tail
                 os.ftruncate(self.fd, self.size)
             raise RunError(

@@ -212,7 +212,12 @@ def batch(tmp_path: Path) -> Batch:
     return Batch(tmp_path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def batch_class() -> type[Batch]:
+    return Batch
+
+
+@pytest.fixture(scope="session")
 def fake_engine() -> type[FakeEngine]:
     return FakeEngine
 

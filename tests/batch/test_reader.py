@@ -73,7 +73,8 @@ def test_text_keeps_the_spaces_of_prompts(read):
     ("name", "data", "asked", "expected"),
     [
         ("a.jsonl", b"plain", "auto", "jsonl"), ("a.ndjson", b"plain", "auto", "jsonl"),
-        ("a.TXT", b"{}", "auto", "text"), ("a.dat", b"\n {", "auto", "jsonl"), ("a.dat", b"\n[", "auto", "text"), ("a", b"hello {", "auto", "text"),
+        ("a.TXT", b"{}", "auto", "text"), ("a.dat", b"\n {", "auto", "jsonl"),
+        ("a.dat", b"\n[", "auto", "text"), ("a", b"hello {", "auto", "text"),
         ("a.jsonl", b"{}", "text", "text"), ("a.txt", b"x", "jsonl", "jsonl"),
     ],
 )  # fmt: skip
