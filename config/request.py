@@ -20,6 +20,7 @@ from coremill.config.errors import RequestError
 from coremill.config.request_fields import (
     MAX_CUSTOM_ID_CHARS,
     MAX_TOKENS_LIMIT,
+    check_bool,
     check_int,
     check_metadata,
     check_number,
@@ -57,6 +58,7 @@ class GenerationRequest:
     """One checked request. Exactly one of messages (chat) and prompt (completion) is set.
 
     messages: tuple of {"role": "system"|"user"|"assistant", "content": str}; prompt: text or token ids.
+    allow_special: texts of the request may spell the model's control tokens.
     """
 
     custom_id: str
@@ -67,6 +69,7 @@ class GenerationRequest:
     model: str | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
+    allow_special: bool = False
 
 
 @dataclass(slots=True)
@@ -203,11 +206,25 @@ def parse_body(
         model=check_text(given["model"], "model") if "model" in given else None,
         user=check_text(given["user"], "user") if "user" in given else None,
         metadata=check_metadata(given["metadata"]) if "metadata" in given else None,
+        allow_special=check_bool(given.get("allow_special", False), "allow_special"),
     )
 
 
+# top_k, min_p and allow_special are ours; OpenAI's client sends them as `extra_body`.
 _SHARED_FIELDS = frozenset(
-    ["model", "user", "metadata", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"]
+    {
+        "model",
+        "user",
+        "metadata",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "allow_special",
+    }
 )
 _FIELDS: dict[Kind, frozenset[str]] = {
     "chat": _SHARED_FIELDS | {"messages", "max_completion_tokens"},

@@ -40,6 +40,12 @@ def invalid(param: str, value: Any, limit: str) -> RequestError:
     return RequestError("invalid_value", f"'{param}' is {shown(value)}: it must be {limit}", param)
 
 
+def check_bool(value: Any, param: str) -> bool:
+    if not isinstance(value, bool):
+        raise invalid(param, value, "true or false")
+    return value
+
+
 def check_int(value: Any, param: str, low: int, high: int) -> int:
     """An integer in [low, high]. 3.0 is not an integer here, and neither is true."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -1,40 +1,24 @@
-"""From a checked request and its token ids to what the engine runs: lengths, ids and the seed."""
+"""From a checked request and its token ids to what the engine runs: how long it may get, and its seed."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from coremill.config.errors import RequestError
 from coremill.config.request import COMPLETION_MAX_TOKENS, GenerationRequest, SequenceRequest, row_seed
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request must fit. ctx: tokens of the longest request, prompt and completion; vocab_size: token ids."""
-
-    ctx: int
-    vocab_size: int
-
-
 def sequence_request(
-    request: GenerationRequest, prompt_ids: tuple[int, ...], limits: Limits, run_seed: int
+    request: GenerationRequest, prompt_ids: tuple[int, ...], ctx: int, run_seed: int
 ) -> SequenceRequest:
-    """RequestError context_length_exceeded or invalid_value when the engine could not run it."""
+    """The sequence of a request. RequestError context_length_exceeded when it has more than `ctx` tokens, prompt and
+    completion together, and empty_prompt when it has none. The engine itself checks everything else."""
     source = "messages" if request.kind == "chat" else "prompt"
     if not prompt_ids:
-        raise RequestError("invalid_value", f"'{source}' has no tokens: it must have at least one", source)
-    if not isinstance(request.prompt, str) and request.prompt is not None and max(prompt_ids) >= limits.vocab_size:
-        bad = next(index for index, token in enumerate(prompt_ids) if token >= limits.vocab_size)
-        raise RequestError(
-            "invalid_value",
-            f"'prompt.{bad}' is {prompt_ids[bad]}: the model's token ids end at {limits.vocab_size - 1}",
-            f"prompt.{bad}",
-        )
+        raise RequestError("empty_prompt", f"'{source}' has no tokens: it must have at least one", source)
     sampling = request.sampling
     return SequenceRequest(
         key=request.custom_id,
         prompt_ids=prompt_ids,
-        max_tokens=_max_tokens(request, len(prompt_ids), limits.ctx, source),
+        max_tokens=_max_tokens(request, len(prompt_ids), ctx, source),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

@@ -25,7 +25,7 @@ from coremill.config.request import (
     parse_row,
 )
 from coremill.config.request_fields import shown
-from coremill.coordinator.admission import Limits, sequence_request
+from coremill.coordinator.admission import sequence_request
 from coremill.coordinator.batch.plan import PlanWindow
 from coremill.coordinator.batch.reader import LineReader, RawLine
 from coremill.coordinator.batch.results import Row
@@ -50,10 +50,11 @@ Submit = Callable[[SequenceRequest, Callable[[SequenceResult], None]], object]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a run asks of every row. models: names a row may give in `model`; defaults: for fields it leaves out."""
+    """What a run asks of every row. models: names a row may give in `model`; ctx: tokens of the longest request;
+    defaults: for fields a row leaves out."""
 
     models: frozenset[str]
-    limits: Limits
+    ctx: int
     defaults: SamplingParams
     run_seed: int = 0
 
@@ -234,7 +235,7 @@ class Feeder:
             if isinstance(ids, RequestError):
                 raise ids
             row.kind, row.num_prompt = request.kind, len(ids)
-            sequence = sequence_request(request, ids, self._rules.limits, self._rules.run_seed)
+            sequence = sequence_request(request, ids, self._rules.ctx, self._rules.run_seed)
         except RequestError as error:
             self._plan.add_unfit(error)
             self._post(Finished(row, error=error))

@@ -23,11 +23,10 @@ from coremill.coordinator.batch.results import LineMaker
 from coremill.coordinator.batch.rowtable import IN_ERRORS, IN_RESULTS, SEEN, RowTable
 from coremill.coordinator.batch.window import InputOrder, Window
 from coremill.coordinator.batch.writer import Record, ResultFiles
+from coremill.coordinator.engine import NOT_THE_REQUESTS_FAULT
 
 WINDOW_BYTES = 64 << 20
 TICK_SECONDS = 0.25
-# Results that say something about the engine, not about their row: the row is left for the next run.
-ENGINE_CODES = frozenset({"engine_closed", "engine_failed", "cancelled"})
 
 
 @dataclass(slots=True)
@@ -184,7 +183,7 @@ class Runner:
         done: list[tuple[int, Record, int]] = []
         for item in finished:
             error = item.error or item.result.error
-            if error is not None and error.code in ENGINE_CODES:
+            if error is not None and error.code in NOT_THE_REQUESTS_FAULT:  # the row is left for the next run
                 lost = error
                 continue
             done.append((item.row.ordinal, self._record(item, error), item.row.cost))

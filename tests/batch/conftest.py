@@ -13,7 +13,6 @@ import pytest
 
 from coremill.config.errors import EngineClosedError, RequestError
 from coremill.config.request import SamplingParams, SequenceRequest, SequenceResult
-from coremill.coordinator.admission import Limits
 from coremill.coordinator.batch.feeder import Rules
 from coremill.coordinator.batch.reader import LineReader
 from coremill.coordinator.batch.results import LineMaker
@@ -24,7 +23,6 @@ from coremill.coordinator.batch.writer import ResultFiles
 
 NO_DEFAULTS = SamplingParams()
 CTX = 100
-VOCAB = 256
 
 
 def prepare(requests):
@@ -171,7 +169,7 @@ class Batch:
             try:
                 if write_hook is not None:
                     files.write = write_hook(files.write)
-                rules = Rules(frozenset({"default", "fake"}), Limits(CTX, VOCAB), defaults, run_seed)
+                rules = Rules(frozenset({"default", "fake"}), CTX, defaults, run_seed)
                 runner = Runner(
                     LineReader(source, format, limit=limit), files, table, rules, LineMaker("fake", "fp_0"),
                     prepare=prepare_with, submit=engine.submit, reporter=recorder, interrupt_input=source.interrupt,

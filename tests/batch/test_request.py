@@ -36,6 +36,11 @@ def test_bare_objects():
     assert (chat.kind, chat.custom_id, chat.sampling.stop) == ("chat", "c", ("end",))
 
 
+def test_control_tokens_only_on_request():
+    assert not parse_line('{"prompt": "x"}', 1).allow_special
+    assert parse_line('{"prompt": "x", "allow_special": true}', 1).allow_special
+
+
 def test_defaults_fill_what_the_row_leaves_out():
     defaults = SamplingParams(max_tokens=7, temperature=0.5, stop=("z",))
     request = parse_line('{"prompt": "x", "temperature": 0}', 1, defaults)
@@ -108,6 +113,7 @@ def test_unknown_fields_are_refused_with_the_nearest_name():
         ("user", [1, ["a"], "\udfff"]),
         ("metadata", [[], "x", {"k": 1}, {"k" * 65: "v"}, {"k": "v" * 513}, {str(i): "" for i in range(17)}]),
         ("model", [1, [], "\ud800"]),
+        ("allow_special", [1, "true", []]),
     ],
 )
 def test_wrong_types_and_ranges_name_field_and_limit(field, values):
