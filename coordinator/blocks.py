@@ -1,7 +1,6 @@
-"""The free blocks of the KV arena. Which sequence owns which block is known here and in block tables only.
+"""The free blocks of the KV arena. Every other block is in the table of exactly one lease: free + owned = all.
 
-    0 ............................................ num_blocks
-    every block is free (in the heap) or owned by exactly one table; free + owned = num_blocks
+Workers know only the blocks of their own sequences, and only the coordinator says whose a block is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine: sequences in from any thread, results out, one thread of its own in between.
 
-    any thread:     submit, cancel, stats, close --> inbox, wake-up
-    engine thread:  sleep -> events -> scheduler -> instructions (coordinator/shell.py)
+Other threads put what they want into an inbox and wake the engine's thread, which alone touches the shell
+(coordinator/shell.py): it sleeps, gathers events, asks the scheduler, and carries out what that says.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Worker processes: started, pinned, briefed, watched, reaped.
 
+The life of one:
+
     spawn   python -m coremill.worker FD      it imports what it needs, then reads FD, the lifeline
     brief   pinned to its cores, then told its settings through the lifeline: no thread of it ever runs elsewhere
     ...     it lives as long as the lifeline is open on this side

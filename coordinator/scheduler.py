@@ -43,6 +43,7 @@ from coremill.coordinator.events import (
     WorkerDied,
 )
 from coremill.coordinator.jobs import Lease, Sequence, WaitingLine
+from coremill.coordinator.limits import Limits, refusal
 
 # Two fruitless deaths in a row and a worker is not started again; the last worker gets a few more chances.
 FRUITLESS_DEATHS = 2
@@ -50,27 +51,12 @@ FRUITLESS_DEATHS_OF_LAST = 5
 # As many deaths without a single step of any worker between them: something is wrong with this machine.
 DEATHS_WITHOUT_STEP = 16
 DEATHS_ALONE = 2
+# top_p 0 means the most likely token alone; so does any share this small.
+SMALLEST_TOP_P = 1e-9
 
 
 class SchedulerError(AssertionError):
     """The books are wrong, or a worker said what it cannot say: a bug, not a condition."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Sizes the scheduler plans with, in sequences, blocks and tokens.
-
-    look_ahead: a table is this much longer than its tokens, so that a worker never waits for Extend.
-    urgent: with less room than this, and no free block, somebody must give way.
-    """
-
-    num_workers: int
-    max_active: int
-    num_blocks: int
-    max_length: int
-    block_tokens: int = 32
-    look_ahead: int = 32
-    urgent: int = 8
 
 
 @dataclass(slots=True)
@@ -141,31 +127,12 @@ class Scheduler:
 
     def _submitted(self, ticket: int, request, now: float) -> None:
         sequence = Sequence(ticket, request, list(request.prompt_ids), phase_since=now)
-        error = self._refusal(sequence)
+        error = RequestError(*self.closed) if self.closed else refusal(request, self.limits)
         if error is not None:
             self._out.append(Finish(ticket, sequence.result(now, error=error)))
             return
         self.sequences[ticket] = sequence
         self.waiting.push(sequence)
-
-    def _refusal(self, sequence: Sequence) -> RequestError | None:
-        """Why a request can never run: checked before anything is spent on it."""
-        if self.closed is not None:
-            return RequestError(*self.closed)
-        if not sequence.num_prompt:
-            return RequestError("empty_prompt", "the prompt has no tokens; it needs at least 1", "prompt")
-        max_tokens = sequence.request.max_tokens
-        if max_tokens < 1:
-            return RequestError("invalid_value", f"max_tokens is {max_tokens}; it must be at least 1", "max_tokens")
-        total = sequence.num_prompt + max_tokens
-        asked = f"{sequence.num_prompt} prompt tokens and max_tokens {max_tokens} make {total} tokens"
-        if total > self.limits.max_length:
-            limit = f"the longest request is {self.limits.max_length} tokens (ctx)"
-            return RequestError("context_length_exceeded", f"{asked}; {limit}", "max_tokens")
-        if self._blocks_for(sequence.max_positions) > self.limits.num_blocks:
-            capacity = self.limits.num_blocks * self.limits.block_tokens
-            return RequestError("arena_too_small", f"{asked}; the whole KV arena holds {capacity} tokens", "max_tokens")
-        return None
 
     def _cancelled(self, ticket: int, now: float) -> None:
         sequence = self.sequences.get(ticket)
@@ -268,16 +235,15 @@ class Scheduler:
 
     def _restart_or_not(self, slot: Slot, event: WorkerDied, now: float) -> None:
         last = sum(other.live for other in self.slots) == 1
-        fruitless = FRUITLESS_DEATHS_OF_LAST if last else FRUITLESS_DEATHS
-        if self._deaths_without_step >= DEATHS_WITHOUT_STEP or event.hopeless and last:
+        limit = FRUITLESS_DEATHS_OF_LAST if last else FRUITLESS_DEATHS
+        hopeless = event.hopeless or slot.fruitless_deaths >= limit
+        if self._deaths_without_step >= DEATHS_WITHOUT_STEP or (hopeless and last):
             self._give_up(event.cause, now)
-        elif slot.fruitless_deaths < fruitless and not event.hopeless:
-            self._out.append(StartWorker(slot.index))
-        elif last:
-            self._give_up(event.cause, now)
-        else:
+        elif hopeless:
             slot.state = "retired"
             self._out.append(RetireWorker(slot.index, event.cause))
+        else:
+            self._out.append(StartWorker(slot.index))
 
     def _give_up(self, cause: str, now: float) -> None:
         reason = f"no worker can go on: {cause}"
@@ -321,12 +287,9 @@ class Scheduler:
 
     # ---- blocks for those who run ----
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_tokens)
-
     def _blocks_wanted(self, sequence: Sequence) -> int:
         ahead = min(len(sequence.tokens) + self.limits.look_ahead, sequence.max_positions)
-        return self._blocks_for(max(ahead, 1))
+        return self.limits.blocks_for(max(ahead, 1))
 
     def _feed_hungry(self, now: float) -> None:
         """Extend tables that run short, the most entitled first; without free blocks make somebody give way."""
@@ -384,7 +347,7 @@ class Scheduler:
         if self._hungry:
             return False
         running = [lease for slot in self.slots for lease in slot.leases.values()]
-        growing = sum(len(x.blocks) < self._blocks_for(x.sequence.max_positions) for x in running)
+        growing = sum(len(x.blocks) < self.limits.blocks_for(x.sequence.max_positions) for x in running)
         reserve = growing << min(sequence.num_preempted, 4)
         return self._blocks_wanted(sequence) + reserve <= self.blocks.num_free
 
@@ -404,7 +367,7 @@ class Scheduler:
             blocks=tuple(lease.blocks),
             max_tokens=request.max_tokens,
             temperature=request.temperature,
-            top_p=request.top_p,
+            top_p=max(request.top_p, SMALLEST_TOP_P),
             top_k=request.top_k,
             min_p=request.min_p,
             seed=request.seed,

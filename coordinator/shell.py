@@ -32,8 +32,9 @@ from coremill.coordinator.events import (
     StartWorker,
     WorkerDied,
 )
+from coremill.coordinator.limits import Limits
 from coremill.coordinator.pool import WorkerPool, WorkerProcess
-from coremill.coordinator.scheduler import Limits, Scheduler
+from coremill.coordinator.scheduler import Scheduler
 from coremill.coordinator.stats import Places
 from coremill.coordinator.storage import Storage
 from coremill.coordinator.transport import Transport
@@ -74,6 +75,7 @@ class Shell:
                 max_active=config.max_active,
                 num_blocks=storage.geometry.num_blocks,
                 max_length=storage.max_length,
+                vocab_size=storage.pack.spec.vocab_size,
             )
         )
         self._workers: dict[bytes, WorkerProcess] = {}

@@ -1,7 +1,7 @@
 """The worker's loop: hear what is new, build a step, compute it, tell what came out.
 
-    while something can run:   messages that are there already -> step -> Stepped
-    otherwise:                 sleep until a message comes
+As long as something can run, only messages that are there already are heard between two steps; otherwise the
+worker sleeps until one comes.
 """
 
 from __future__ import annotations
@@ -81,20 +81,22 @@ class WorkerLoop:
     def run(self) -> None:
         """Until Stop."""
         while True:
-            plan = plan_step(self.sequences.values(), self.step_tokens)
-            message = self.channel.receive(wait=not plan)
+            message = self.channel.receive(wait=not self.plan())
             while message is not None:
                 if isinstance(message, Stop):
                     return
-                self._hear(message)
+                self.hear(message)
                 message = self.channel.receive(wait=False)
-                plan = None
-            if plan is None:
-                plan = plan_step(self.sequences.values(), self.step_tokens)
+            plan = self.plan()
             if plan:
-                self._step(plan)
+                self.step(plan)
 
-    def _hear(self, message: Message) -> None:
+    def plan(self) -> list[tuple[Sequence, int]]:
+        """What the next step would do; empty when nothing can run."""
+        return plan_step(self.sequences.values(), self.step_tokens)
+
+    def hear(self, message: Message) -> None:
+        """Act on a message other than Stop."""
         match message:
             case Begin():
                 self.sequences[message.lease] = Sequence(message, self.token_bytes)
@@ -123,7 +125,8 @@ class WorkerLoop:
             raise ProtocolError(f"lease {lease} has never begun here")
         return sequence
 
-    def _step(self, plan: list[tuple[Sequence, int]]) -> None:
+    def step(self, plan: list[tuple[Sequence, int]]) -> None:
+        """Compute `plan` and report."""
         counters, batch = self.counters, self.batch
         counters["alone_lease"] = plan[0][0].lease if plan[0][0].suspect else 0
         batch.clear()
@@ -161,9 +164,7 @@ class WorkerLoop:
         for lease in [*failed, *(lease for lease, _ in finished)]:
             del self.sequences[lease]
         self.counters["active"] = len(self.sequences)
-        self.channel.send(
-            Stepped(tuple(prefilled), tuple(tokens), tuple(finished), rows, len(plan), spent_ns * 1e-9)
-        )
+        self.channel.send(Stepped(tuple(prefilled), tuple(tokens), tuple(finished), rows, len(plan), spent_ns * 1e-9))
         for lease in failed:
             text = "the model's logits for the next token are not finite numbers"
             self.channel.send(Failed(lease, "nonfinite_logits", text, ""))

@@ -1,0 +1,260 @@
+"""A world without processes: the real scheduler and real worker loops, make-believe models, time that stands still."""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from array import array
+from collections import deque
+
+import pytest
+
+from coremill.config.counters import CounterPage, create_page
+from coremill.config.messages import Ready, Stop, decode, encode
+from coremill.config.request import SequenceRequest, SequenceResult
+from coremill.coordinator.events import (
+    Cancelled,
+    Finish,
+    FromWorker,
+    GiveUp,
+    RetireWorker,
+    Send,
+    StartWorker,
+    Submitted,
+    WorkerDied,
+)
+from coremill.coordinator.limits import Limits
+from coremill.coordinator.scheduler import Scheduler
+from coremill.worker.batch import StepOutput
+from coremill.worker.loop import WorkerLoop
+
+VOCAB = 64
+STOP_ID = 0
+POISON = 63
+TOKEN_BYTES = [b""] + [bytes([97 + i % 7]) * (1 + i % 3) for i in range(1, VOCAB)]
+
+
+def next_token(tokens, seed: int) -> int:
+    """What the make-believe model says after `tokens`: any change of any of them changes it."""
+    return zlib.crc32(array("i", tokens).tobytes(), seed & 0xFFFFFFFF) % (VOCAB - 1)
+
+
+def expected(request: SequenceRequest) -> tuple[list[int], str, str]:
+    """Tokens, text and finish reason of an undisturbed run, worked out the simplest way."""
+    tokens, text = list(request.prompt_ids), b""
+    for _ in range(request.max_tokens):
+        token = next_token(tokens, request.seed)
+        tokens.append(token)
+        for byte in TOKEN_BYTES[token]:
+            text += bytes([byte])
+            ended = [stop for stop in request.stop if text.endswith(stop)]
+            if ended:
+                shown = text[: len(text) - len(max(ended, key=len))]
+                return tokens[len(request.prompt_ids) :], shown.decode(), "stop"
+        if token == STOP_ID:
+            return tokens[len(request.prompt_ids) :], text.decode(), "stop"
+    return tokens[len(request.prompt_ids) :], text.decode(), "length"
+
+
+class Crash(Exception):
+    """The make-believe worker dies of its own doing."""
+
+
+class FakeBatch(list):
+    def add(self, tokens, position, blocks, sample=None):
+        self.append((list(tokens), position, list(blocks), sample))
+
+
+class FakeModel:
+    """Keeps tokens in the arena where a model keeps keys and values, and reads all of them back to go on."""
+
+    def __init__(self, arena: dict[tuple[int, int], int]) -> None:
+        self.arena = arena
+
+    def new_batch(self):
+        return FakeBatch()
+
+    def profile(self):
+        return []
+
+    def step(self, batch):
+        outputs = []
+        for tokens, position, blocks, sample in batch:
+            if POISON in tokens:
+                raise Crash
+            for at, token in enumerate(tokens, position):
+                self.arena[blocks[at // 32], at % 32] = token
+            if sample is not None:
+                seen = [self.arena[blocks[at // 32], at % 32] for at in range(position + len(tokens))]
+                outputs.append(StepOutput(next_token(seen, sample.seed), "ok"))
+        return outputs
+
+
+class SimulatedWorker:
+    """A worker's loop with queues for a socket."""
+
+    def __init__(self, arena, step_tokens: int, counters: CounterPage) -> None:
+        self.inbox: deque[bytes] = deque()
+        self.outbox: deque[bytes] = deque([encode(Ready("fake", 0, 0.0))])
+        self.stepped = False
+        self.counters = counters
+        self.loop = WorkerLoop(
+            self,
+            FakeModel(arena),
+            TOKEN_BYTES,
+            stop_ids=(STOP_ID,),
+            step_tokens=step_tokens,
+            counters=counters,
+            measure=lambda: None,
+        )
+
+    def send(self, message) -> None:
+        self.outbox.append(encode(message))
+
+    def hear(self, count: int) -> None:
+        for _ in range(min(count, len(self.inbox))):
+            message = decode(self.inbox.popleft())
+            if not isinstance(message, Stop):
+                self.loop.hear(message)
+
+    def step(self) -> bool:
+        plan = self.loop.plan()
+        if plan:
+            self.loop.step(plan)
+            self.stepped = True
+        return bool(plan)
+
+
+class World:
+    """A scheduler and its workers. Every change is followed by a look into all books."""
+
+    def __init__(self, limits: Limits, step_tokens: int = 16) -> None:
+        self.scheduler = Scheduler(limits)
+        self.step_tokens = step_tokens
+        self.arena: dict[tuple[int, int], int] = {}
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.pages = {index: CounterPage(create_page("test")) for index in range(limits.num_workers)}
+        self.requests: dict[int, SequenceRequest] = {}
+        self.results: dict[int, SequenceResult] = {}
+        self.retired: list[int] = []
+        self.given_up: str | None = None
+        self.now = 0.0
+        self.carry_out(self.scheduler.start())
+
+    # ---- what can happen ----
+
+    def submit(self, request: SequenceRequest) -> int:
+        ticket = len(self.requests) + 1
+        self.requests[ticket] = request
+        self.happen(Submitted(ticket, request))
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        self.happen(Cancelled(ticket))
+
+    def deliver(self, index: int, count: int = 1_000_000) -> None:
+        """Messages of a worker reach the coordinator."""
+        worker = self.workers[index]
+        for _ in range(min(count, len(worker.outbox))):
+            self.happen(FromWorker(index, decode(worker.outbox.popleft())))
+
+    def step(self, index: int) -> bool:
+        """One step of a worker, which may be its last."""
+        try:
+            return self.workers[index].step()
+        except Crash:
+            self.die(index, crashed=True)
+            return True
+
+    def die(self, index: int, crashed: bool = False, hopeless: bool = False) -> None:
+        """What it has said has been heard or not; from here on nothing of it is."""
+        del self.workers[index]
+        alone = self.pages[index]["alone_lease"]
+        self.pages[index]["alone_lease"] = 0
+        self.happen(WorkerDied(index, "SIGSEGV" if crashed else "SIGKILL", crashed, alone, hopeless))
+
+    # ---- the shell ----
+
+    def happen(self, *events) -> None:
+        self.now += 0.25
+        self.carry_out(self.scheduler.advance(events, self.now))
+        self.check()
+
+    def carry_out(self, instructions) -> None:
+        for instruction in instructions:
+            match instruction:
+                case StartWorker(index):
+                    assert index not in self.workers, "started twice"
+                    self.workers[index] = SimulatedWorker(self.arena, self.step_tokens, self.pages[index])
+                case Send(index, message):
+                    if index in self.workers:
+                        self.workers[index].inbox.append(encode(message))
+                case Finish(ticket, result):
+                    assert ticket not in self.results, "finished twice"
+                    self.results[ticket] = result
+                case RetireWorker(index, _):
+                    self.retired.append(index)
+                case GiveUp(reason):
+                    self.given_up = reason
+
+    def check(self) -> None:
+        self.scheduler.check()
+        held = [block for worker in self.workers.values() for s in worker.loop.sequences.values() for block in s.blocks]
+        assert len(held) == len(set(held)), "two workers may write to one block"
+
+    def turn(self) -> bool:
+        """Everybody does all there is to do once; False when there was nothing."""
+        busy = False
+        for index in list(self.workers):
+            if index in self.workers:
+                self.workers[index].hear(1_000_000)
+                busy |= self.step(index)
+            if index in self.workers:
+                busy |= bool(self.workers[index].outbox)
+                self.deliver(index)
+        return busy
+
+    def run(self, turns: int = 100_000) -> None:
+        """Until nothing moves; everything must have ended by then."""
+        for _ in range(turns):
+            if not self.turn():
+                break
+        missing = self.requests.keys() - self.results.keys()
+        assert not missing, f"lost or starved: {sorted(missing)}"
+        free = self.scheduler.blocks.num_free
+        assert free == self.scheduler.limits.num_blocks, "blocks are missing at the end"
+
+    def verify(self, ticket: int) -> None:
+        """The result is that of an undisturbed run."""
+        result = self.results[ticket]
+        assert result.error is None, result.error
+        assert (result.token_ids, result.text, result.finish_reason) == expected(self.requests[ticket])
+
+
+def random_request(rng: random.Random, key: str, longest: int = 120) -> SequenceRequest:
+    num_prompt = rng.choice([1, rng.randint(1, longest), rng.randint(1, 31), 32, 33])
+    return SequenceRequest(
+        key,
+        tuple(rng.randrange(1, POISON) for _ in range(min(num_prompt, longest))),
+        max_tokens=rng.choice([1, 2, rng.randint(1, 60)]),
+        seed=rng.randrange(1 << 64),
+        stop=rng.choice([(), (), (b"abc",), (b"ddd", b"ee"), (b"aa", b"aab")]),
+        priority=rng.choice([0, 0, 0, 1, 2]),
+    )
+
+
+@pytest.fixture
+def world():
+    """World(limits...) of which every row can be verified."""
+
+    def make(num_workers=1, max_active=4, num_blocks=64, step_tokens=16, max_length=1024) -> World:
+        return World(Limits(num_workers, max_active, num_blocks, max_length, VOCAB), step_tokens)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def sim():
+    """This module, for tests that need more of it than `world`."""
+    return sys.modules[__name__]

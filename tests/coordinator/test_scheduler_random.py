@@ -1,0 +1,99 @@
+"""Random events against the real scheduler and real worker loops: nothing is lost, run twice or starved, the books
+balance after every event, and every row gets the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def disturb(world, rng: random.Random, sim, num_rows: int, poison: set[int]) -> None:
+    """Everything that can happen, in any order, until all rows have been submitted."""
+    while len(world.requests) < num_rows:
+        index = rng.choice(list(world.workers))
+        worker = world.workers[index]
+        match rng.choices(range(6), [4, 8, 8, 8, 1, 1])[0]:
+            case 0:
+                request = sim.random_request(rng, f"row {len(world.requests)}")
+                if rng.random() < 0.03:
+                    request.prompt_ids += (sim.POISON,)
+                    poison.add(len(world.requests) + 1)
+                world.submit(request)
+            case 1:
+                world.deliver(index, rng.randint(1, 4))
+            case 2:
+                worker.hear(rng.randint(1, 4))
+            case 3:
+                world.step(index)
+            case 4 if worker.stepped and world.scheduler.slots[index].stepped:
+                world.deliver(index, rng.randint(0, len(worker.outbox)))
+                world.die(index)
+            case 5 if world.requests:
+                world.cancel(rng.choice(list(world.requests)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_workers=st.integers(1, 4),
+    max_active=st.integers(1, 5),
+    num_blocks=st.sampled_from([6, 9, 20, 200]),
+    step_tokens=st.sampled_from([1, 7, 16, 64]),
+)
+def test_random_events(sim, seed, num_workers, max_active, num_blocks, step_tokens):
+    rng, poison = random.Random(seed), set()
+    limits = sim.Limits(num_workers, max_active, num_blocks, 190, sim.VOCAB)
+    world = sim.World(limits, step_tokens)
+    disturb(world, rng, sim, num_rows=40, poison=poison)
+    world.run()
+    assert world.given_up is None
+    for ticket, result in world.results.items():
+        if result.error is None:
+            world.verify(ticket)
+            assert ticket not in poison
+        else:
+            allowed = {"cancelled"} | ({"worker_crashed"} if ticket in poison else set())
+            assert result.error.code in allowed, result.error
+
+
+@pytest.mark.parametrize("num_blocks", [5, 6, 7, 8, 12])
+def test_a_tight_arena_is_slow_but_never_stuck(world, sim, num_blocks):
+    rng = random.Random(num_blocks)
+    shared = world(num_workers=2, max_active=4, num_blocks=num_blocks)
+    for row in range(30):
+        shared.submit(sim.random_request(rng, str(row), longest=90))
+    shared.run()
+    for ticket in shared.requests:
+        shared.verify(ticket)
+
+
+def test_poison_rows_among_good_ones(world, sim):
+    rng = random.Random(5)
+    shared = world(num_workers=2, max_active=4, num_blocks=200)
+    for row in range(40):
+        request = sim.random_request(rng, str(row))
+        if row % 10 == 3:
+            request.prompt_ids += (sim.POISON,)
+        shared.submit(request)
+    shared.run()
+    for ticket, result in shared.results.items():
+        if (ticket - 1) % 10 == 3:
+            assert result.error.code == "worker_crashed"
+        else:
+            shared.verify(ticket)
+    assert shared.given_up is None and shared.retired == []
+
+
+@pytest.mark.parametrize("step_tokens", [1, 5, 64, 512])
+@pytest.mark.parametrize("max_active", [1, 5, 16])
+def test_batching_and_chunking_change_nothing(world, sim, max_active, step_tokens):
+    rng = random.Random(1)
+    shared = world(num_workers=1, max_active=max_active, num_blocks=300, step_tokens=step_tokens)
+    for row in range(30):
+        shared.submit(sim.random_request(rng, str(row)))
+    shared.run()
+    for ticket in shared.requests:
+        shared.verify(ticket)
