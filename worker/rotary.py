@@ -64,6 +64,8 @@ def _divisors(rope: RopeSpec, factors: Sequence[float] | None) -> list[Decimal]:
 
 def _yarn_ramp(rope: RopeSpec) -> list[Decimal]:
     """0 where a pair keeps its frequency, 1 where it is interpolated."""
+    if rope.theta <= 1:
+        raise UnsupportedModelError(f"rope.freq_base {rope.theta} leaves no frequencies for YaRN to choose from")
     low = max(_pair_of_turns(rope, rope.beta_fast).to_integral_value(ROUND_FLOOR), Decimal(0))
     high = min(_pair_of_turns(rope, rope.beta_slow).to_integral_value(ROUND_CEILING), Decimal(rope.dim - 1))
     span = max(high - low, Decimal("0.001"))
