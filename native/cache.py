@@ -239,7 +239,7 @@ def _require_unchanged(sources: Sequence[FileIdentity]) -> None:
 
 def ensure_folder(folder: Path) -> Path:
     """A folder of the cache, 0700 when made here. Raises PackError when that is impossible."""
-    from coremill.native.packer import write_error
+    from coremill.native.output import write_error
 
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -258,7 +258,7 @@ def _make_pack(
     digests: list[str],
     progress: Progress | None,
 ) -> None:
-    from coremill.native.packer import sweep_temporaries
+    from coremill.native.output import sweep_temporaries
 
     ensure_folder(pack.parent)
     with _packing_lock(root, key, progress):
@@ -297,7 +297,7 @@ def _write_checked(
 def _packing_lock(root: Path, key: str, progress: Progress | None) -> Iterator[None]:
     import fcntl
 
-    from coremill.native.packer import lock_if_possible, write_error
+    from coremill.native.output import lock_if_possible, write_error
 
     path = ensure_folder(root / "locks") / f"{key}.lock"
     try:
@@ -351,7 +351,7 @@ def prune_cache(root: Path, remove: Sequence[CachedPack]) -> int:
     Raises:
         PackError: the cache cannot be written.
     """
-    from coremill.native.packer import sweep_temporaries, write_error
+    from coremill.native.output import sweep_temporaries, write_error
 
     freed = 0
     try:

@@ -19,22 +19,19 @@ import mmap
 import os
 import re
 import stat
-import struct
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from coremill.config.errors import GGUFError
 from coremill.config.formats import FORMATS
+from coremill.native.gguf_values import LEAST_BYTES, Cursor
 
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_NAME_BYTES = 255
-MAX_STRING_BYTES = 1 << 26
-MAX_NESTING = 4
 MAX_DIMS = 4
 MAX_PARTS = 1000
 
@@ -68,23 +65,6 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = _OTHER_TYPES | {
     f.type_id: (f.name, f.block_len, f.block_bytes) for f in FORMATS.values()
 }
 
-# Metadata value types: number -> (struct code, bytes). The codes are also array.array's.
-_NUMBERS = {
-    0: ("B", 1),
-    1: ("b", 1),
-    2: ("H", 2),
-    3: ("h", 2),
-    4: ("I", 4),
-    5: ("i", 4),
-    6: ("f", 4),
-    10: ("Q", 8),
-    11: ("q", 8),
-    12: ("d", 8),
-}
-_BOOL, _STRING, _ARRAY = 7, 8, 9
-# The fewest bytes an element can take: what a count is checked against.
-_LEAST_BYTES = {_BOOL: 1, _STRING: 8, _ARRAY: 12} | {number: size for number, (_, size) in _NUMBERS.items()}
-
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -110,143 +90,6 @@ class TensorInfo:
     part: int = 0
 
 
-class GGUFArray(Sequence):
-    """A metadata array of strings or of arrays, checked at opening, decoded at access."""
-
-    def __init__(self, cursor: _Cursor, element: int, starts: array, field: str, depth: int) -> None:
-        self._cursor, self._element, self._starts = cursor, element, starts
-        self._field, self._depth = field, depth
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self._decode(start) for start in self._starts[index]]
-        return self._decode(self._starts[index])
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._decode, self._starts)
-
-    def _decode(self, start: int) -> Any:
-        cursor = _Cursor(self._cursor.path, self._cursor.buffer, self._cursor.size, start)
-        if self._element == _STRING:
-            return cursor.string(self._field)
-        return cursor.array(self._field, self._depth + 1)
-
-    def tolist(self) -> list[Any]:
-        return [item.tolist() if hasattr(item, "tolist") else item for item in self]
-
-
-class _Cursor:
-    """Reads values one after the other; every read names the field it is for."""
-
-    def __init__(self, path: Path, buffer: mmap.mmap, size: int, position: int = 0) -> None:
-        self.path, self.buffer, self.size, self.position = path, buffer, size, position
-
-    def fail(self, field: str, problem: str, offset: int | None = None) -> NoReturn:
-        raise GGUFError(self.path, field, problem, self.position if offset is None else offset)
-
-    def take(self, count: int, field: str) -> int:
-        """Claim `count` bytes; returns where they start."""
-        start = self.position
-        if count > self.size - start:
-            self.fail(field, f"needs {count} bytes, but the file ends after {self.size - start}")
-        self.position = start + count
-        return start
-
-    def number(self, code: str, size: int, field: str) -> Any:
-        return struct.unpack_from("<" + code, self.buffer, self.take(size, field))[0]
-
-    def u32(self, field: str) -> int:
-        return self.number("I", 4, field)
-
-    def u64(self, field: str) -> int:
-        return self.number("Q", 8, field)
-
-    def string(self, field: str, max_bytes: int = MAX_STRING_BYTES) -> str:
-        start = self.position
-        length = self.u64(f"{field} length")
-        if length > max_bytes:
-            self.fail(f"{field} length", f"{length} is more than the limit of {max_bytes} bytes", start)
-        body = self.take(length, field)
-        try:
-            return str(self.buffer[body : body + length], "utf-8")
-        except UnicodeDecodeError:
-            self.fail(field, "is not valid UTF-8", body)
-
-    def value(self, type_id: int, field: str) -> Any:
-        if type_id in _NUMBERS:
-            return self.number(*_NUMBERS[type_id], field)
-        if type_id == _STRING:
-            return self.string(field)
-        if type_id == _ARRAY:
-            return self.array(field, 0)
-        start = self.position
-        byte = self.number("B", 1, field)
-        if byte > 1:
-            self.fail(field, f"a boolean is {byte}, not 0 or 1", start)
-        return bool(byte)
-
-    def array(self, field: str, depth: int) -> Any:
-        start = self.position
-        element = self.u32(f"{field} element type")
-        if element not in _LEAST_BYTES:
-            self.fail(f"{field} element type", f"{element} is not a GGUF value type", start)
-        count = self.u64(f"{field} count")
-        if count > (self.size - self.position) // _LEAST_BYTES[element]:
-            left = self.size - self.position
-            self.fail(f"{field} count", f"{count} elements do not fit in the remaining {left} bytes", start + 4)
-        if element == _STRING:
-            return GGUFArray(self, element, self._string_starts(count, field), field, depth)
-        if element == _ARRAY:
-            return GGUFArray(self, element, self._array_starts(count, field, depth, start), field, depth)
-        return self._numbers(element, count, field)
-
-    def _numbers(self, element: int, count: int, field: str) -> array:
-        code, size = _NUMBERS.get(element, ("B", 1))
-        start = self.take(count * size, field)
-        values = array(code)
-        with memoryview(self.buffer) as view, view[start : self.position] as part:
-            values.frombytes(part)
-        if element == _BOOL and count and max(values) > 1:
-            self.fail(field, "a boolean is not 0 or 1", start)
-        return values
-
-    def _string_starts(self, count: int, field: str) -> array:
-        """Positions of the strings. Written out flat: vocabularies have a quarter of a million of them."""
-        starts = array("Q")
-        buffer, size, position = self.buffer, self.size, self.position
-        unpack_length = struct.Struct("<Q").unpack_from
-        try:
-            for _ in range(count):
-                starts.append(position)
-                (length,) = unpack_length(buffer, position)
-                body = position + 8
-                position = body + length
-                if length > MAX_STRING_BYTES or position > size:
-                    break
-                str(buffer[body:position], "utf-8")
-            else:
-                self.position = position
-                return starts
-        except (struct.error, UnicodeDecodeError):
-            pass
-        # The slow path finds the same fault again and names it.
-        self.position = starts[-1]
-        self.string(f"{field}[{len(starts) - 1}]")
-        raise AssertionError("unreachable: the fault is not there the second time")
-
-    def _array_starts(self, count: int, field: str, depth: int, start: int) -> array:
-        if depth + 1 >= MAX_NESTING:
-            self.fail(field, f"arrays are nested more than {MAX_NESTING} deep", start)
-        starts = array("Q")
-        for index in range(count):
-            starts.append(self.position)
-            self.array(f"{field}[{index}]", depth + 1)
-        return starts
-
-
 class _Part:
     """One file: its mapping, metadata and tensors (with `part` already set)."""
 
@@ -258,7 +101,7 @@ class _Part:
             if self.size < 24:
                 raise GGUFError(path, "header", f"needs 24 bytes, but the file has {self.size}", 0)
             self.mapping = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ)
-            self.metadata, self.tensors, self.version = self._parse(_Cursor(path, self.mapping, self.size))
+            self.metadata, self.tensors, self.version = self._parse(Cursor(path, self.mapping, self.size))
         except OSError as error:
             self.close()
             raise GGUFError(path, "file", f"cannot be mapped: {error.strerror}") from error
@@ -271,7 +114,7 @@ class _Part:
             os.close(self.fd)
             self.fd = -1
 
-    def _parse(self, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo], int]:
+    def _parse(self, cursor: Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo], int]:
         magic = cursor.buffer[cursor.take(4, "magic") : 4]
         if magic != b"GGUF":
             cursor.fail("magic", f"is {magic!r}, not b'GGUF': this is not a GGUF file", 0)
@@ -287,7 +130,7 @@ class _Part:
         return metadata, tensors, version
 
     @staticmethod
-    def _count(cursor: _Cursor, field: str, limit: int, least_bytes: int) -> int:
+    def _count(cursor: Cursor, field: str, limit: int, least_bytes: int) -> int:
         start = cursor.position
         count = cursor.u64(field)
         if count > limit:
@@ -297,7 +140,7 @@ class _Part:
         return count
 
     @staticmethod
-    def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    def _read_metadata(cursor: Cursor, count: int) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
         for index in range(count):
             start = cursor.position
@@ -308,13 +151,13 @@ class _Part:
             type_start = cursor.position
             field = f"metadata {_label(key)}"
             type_id = cursor.u32(f"{field} type")
-            if type_id not in _LEAST_BYTES:
+            if type_id not in LEAST_BYTES:
                 cursor.fail(f"{field} type", f"{type_id} is not a GGUF value type", type_start)
             metadata[key] = cursor.value(type_id, field)
         return metadata
 
     @staticmethod
-    def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
+    def _alignment(cursor: Cursor, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", 32)
         whole = isinstance(alignment, int) and not isinstance(alignment, bool)
         if not whole or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
@@ -322,7 +165,7 @@ class _Part:
             cursor.fail("metadata 'general.alignment'", problem)
         return alignment
 
-    def _read_tensors(self, cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+    def _read_tensors(self, cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
         entries: dict[str, tuple[TensorInfo, int]] = {}
         for index in range(count):
             start = cursor.position
@@ -344,7 +187,7 @@ class _Part:
         return tensors
 
     @staticmethod
-    def _read_tensor(cursor: _Cursor, name: str, alignment: int) -> tuple[TensorInfo, int]:
+    def _read_tensor(cursor: Cursor, name: str, alignment: int) -> tuple[TensorInfo, int]:
         """A tensor with its offset as the file has it, and where in the file that offset stands."""
         field, start = f"tensor {_label(name)}", cursor.position
         num_dims = cursor.u32(f"{field} dimension count")
@@ -373,7 +216,7 @@ class _Part:
         return TensorInfo(name, tuple(shape), type_id, offset, nbytes), where
 
     @staticmethod
-    def _check_overlap(cursor: _Cursor, tensors: dict[str, TensorInfo], where: dict[str, int]) -> None:
+    def _check_overlap(cursor: Cursor, tensors: dict[str, TensorInfo], where: dict[str, int]) -> None:
         previous: TensorInfo | None = None
         for info in sorted(tensors.values(), key=lambda t: t.offset):
             if previous is not None and previous.offset + previous.nbytes > info.offset:

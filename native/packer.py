@@ -7,25 +7,21 @@ at a time through `cm_pack_panels`, and appears under its name only when complet
 
 from __future__ import annotations
 
-import errno
 import os
-import re
-import secrets
 import struct
-import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coremill.config.errors import PackError, UnsupportedModelError
+from coremill.config.errors import UnsupportedModelError
 from coremill.config.formats import BF16, F16, F32, FORMATS, PANEL_ROWS
 from coremill.config.layout import MatrixRule, VectorRule, layout
 from coremill.config.model import ModelSpec
 from coremill.native.gguf import GGUFFile, type_name
+from coremill.native.output import output_file
 from coremill.native.packfile import (
     DATA_ALIGN,
     HEADER_BYTES,
@@ -170,7 +166,7 @@ def write_pack(
         placed[name] = offset
         offset = _align(offset + len(sections[name]), SECTION_ALIGN)
     data_offset = _align(offset, DATA_ALIGN)
-    with _output_file(out, data_offset + plan.data_length) as fd:
+    with output_file(out, data_offset + plan.data_length) as fd:
         tables_checksum = _write_tables(fd, plan, data_offset)
         _write_matrices(fd, gguf, plan, data_offset, progress or _no_progress)
         _write_vectors(fd, gguf, plan, data_offset)
@@ -354,9 +350,6 @@ _TO_F32: dict[int, Callable[[memoryview], bytes]] = {
 }
 
 
-# ---- the file ----
-
-
 def _no_progress(stage: str, done: int, total: int) -> None:
     pass
 
@@ -369,116 +362,3 @@ def _write(fd: int, data: bytes | bytearray | memoryview, position: int) -> None
     view, done = memoryview(data), 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], position + done)
-
-
-TEMPORARY = re.compile(r"\.packing-[0-9a-f]{16}")
-
-
-@contextmanager
-def _output_file(out: Path, nbytes: int) -> Iterator[int]:
-    """A file of `nbytes` that becomes `out` when the block ends well, and is gone when it does not.
-
-    It is locked while being written, so that a leftover of a killed process is known by its free lock.
-    """
-    import fcntl
-
-    temporary = out.parent / f".packing-{secrets.token_hex(8)}"
-    try:
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise write_error(error, out, nbytes) from error
-    try:
-        lock_if_possible(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _allocate(fd, nbytes)
-        yield fd
-        os.fchmod(fd, 0o444)
-        os.fsync(fd)
-        # Dropped from the page cache, so that it comes back in large folios when mapped.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.rename(temporary, out)
-        _sync_folder(out.parent)
-    except BaseException as error:
-        _remove(temporary)
-        if isinstance(error, OSError):
-            raise write_error(error, out, nbytes) from error
-        raise
-    finally:
-        os.close(fd)
-
-
-def _allocate(fd: int, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno != errno.EOPNOTSUPP:
-            raise
-        os.ftruncate(fd, nbytes)
-
-
-def lock_if_possible(fd: int, operation: int) -> bool:
-    """Whether the lock was taken; some network file systems have none, and nothing depends on it there."""
-    import fcntl
-
-    try:
-        fcntl.flock(fd, operation)
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EWOULDBLOCK):
-            return False
-        raise
-    return True
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # folders of some file systems cannot be synced
-            raise
-    finally:
-        os.close(fd)
-
-
-def _remove(path: Path) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-
-
-def sweep_temporaries(folder: Path) -> int:
-    """Remove files that killed processes left half written; returns their bytes."""
-    import fcntl
-
-    freed = 0
-    for path in folder.iterdir():
-        if not TEMPORARY.fullmatch(path.name):
-            continue
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError):
-            continue  # finished by its owner meanwhile, or somebody else's
-        try:
-            info = os.fstat(fd)
-            # A very young one may not have been locked by its owner yet.
-            if time.time() - info.st_mtime > 10 and lock_if_possible(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                freed += info.st_size
-                _remove(path)
-        finally:
-            os.close(fd)
-    return freed
-
-
-_ELSEWHERE = "set COREMILL_CACHE to a folder on a larger disk"
-_REMEDIES = {
-    errno.ENOSPC: f"free some space (`coremill cache prune`), or {_ELSEWHERE}",
-    errno.EDQUOT: f"your disk quota is used up: free some space (`coremill cache prune`), or {_ELSEWHERE}",
-    errno.EFBIG: "the limit on file sizes is too small (`ulimit -f`)",
-}
-
-
-def write_error(error: OSError, path: Path, nbytes: int | None = None) -> PackError:
-    """A failed write, as the user can act on it."""
-    need = "" if nbytes is None else f" ({nbytes / 1e6:.0f} MB needed)"
-    remedy = _REMEDIES.get(error.errno or 0, "set COREMILL_CACHE to a folder you can write to")
-    return PackError(f"{path}: cannot be written{need}: {error.strerror}; {remedy}")
