@@ -143,4 +143,33 @@ class Text:
         return value
 
 
-Kind = Integer | Number | Size | Choice | Flag | Text
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """Stop strings: one, or a list of them, which text spells as JSON."""
+
+    metavar: str = "TEXT"
+
+    @property
+    def limit(self) -> str:
+        return "a text that is not empty, or a list of up to 4"
+
+    def read(self, text: str) -> tuple[str, ...]:
+        import json
+
+        try:
+            value = json.loads(text) if text.startswith("[") else text
+        except ValueError:
+            value = text  # a stop string such as [/INST]
+        return self.check(value)
+
+    def check(self, value: Any) -> tuple[str, ...]:
+        from coremill.config.errors import RequestError
+        from coremill.config.request_fields import check_stop
+
+        try:
+            return check_stop(value)
+        except RequestError as error:
+            raise ValueError(error.message) from None
+
+
+Kind = Integer | Number | Size | Choice | Flag | Text | Stops

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coremill.config.errors import ConfigError
-from coremill.config.kinds import Choice, Flag, Integer, Kind, Number, Size, Text
+from coremill.config.kinds import Choice, Flag, Integer, Kind, Number, Size, Stops, Text
 
 ENV_PREFIX = "COREMILL_"
 
@@ -123,6 +123,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("min_p", Number(0, 1), 0.0,
            "Leave out tokens less likely than this share of the most likely one, for rows that do not say.",
            ("run",), "sampling"),
+    Option("stop", Stops(), (), "Text that ends a completion, or a JSON list of up to 4, for rows that do not say.",
+           ("run",), "sampling", default_text="none"),
     # ---- commands ----
     Option("output", Text("OUT"), None, "File to write: the results of run, the packed model of pack.",
            ("run", "pack"), short="-o", default_text="required by run"),
@@ -130,7 +132,13 @@ OPTIONS: tuple[Option, ...] = (
            ("run",), default_text="OUT with .jsonl replaced by .errors.jsonl"),
     Option("retry_errors", Flag(), False, "Run the rows again that failed in an earlier run.", ("run",)),
     Option("in_order", Flag(), False, "Write results in input order instead of as they finish.", ("run",)),
-    Option("strict", Flag(), False, "Refuse the whole file when any row is wrong, before anything runs.", ("run",)),
+    Option("strict", Flag(), False,
+           "Stop at the first row that fails. Rows that failed before are run again, so the same command goes on "
+           "only once the row is corrected.", ("run",)),
+    Option("format", Choice(("auto", "jsonl", "text")), "auto",
+           "What the input is; auto goes by its name, else by its first line: JSON lines when that starts with {, "
+           "else plain text, one prompt a line.", ("run",)),
+    Option("show", Integer(0, 10**6), 0, "Show the first N results at the end.", ("run",)),
     Option("stats", Text("FILE"), None, "Write the run's figures to this file as one JSON object.",
            ("run",), default_text="none"),
     Option("json", Flag(), False, "Print one JSON object instead of a text for people.",

@@ -26,13 +26,17 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_RESUME_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
+EXIT_ROWS_CHANGED, EXIT_STRICT, EXIT_TERMINATED = 5, 6, 143
 EXIT_CODES: dict[int, str] = {
     EXIT_OK: "all went well",
     EXIT_ERROR: "an error, said in one line on stderr",
     EXIT_USAGE: "a wrong command line, variable or configuration file",
     EXIT_ROWS_FAILED: "run: finished, but some rows failed (see the error file)",
     EXIT_RESUME_REFUSED: "run: the output belongs to a run with other settings",
+    EXIT_ROWS_CHANGED: "run: finished, but some rows of the input have changed since they ran",
+    EXIT_STRICT: "run: stopped at the first failed row, as --strict asks",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",
+    EXIT_TERMINATED: "stopped by SIGTERM",
 }
 
 

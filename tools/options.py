@@ -78,7 +78,7 @@ def _click_option(option: Option) -> Callable[[Any], Any]:
 
 
 def shown_default(option: Option) -> str:
-    if option.default is None:
+    if option.default is None or option.default == ():
         return option.default_text
     if option.is_flag:
         return "yes" if option.default else "no"
