@@ -43,6 +43,7 @@ class Engine:
         on_event: told what happens to workers, as a dict with "event" (worker_started, worker_ready, worker_died,
             worker_retired), "worker", and "pid" or "cause". Runs on the engine's thread (worker_started also on the
             thread that calls start).
+        stop_ids: tokens that end generation; None: those of the model. Measurements give none.
 
     Every method may be called from any thread. Callbacks run on the engine's own thread and must be quick.
 
@@ -60,6 +61,7 @@ class Engine:
         *,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         worker_command: Sequence[str] = WORKER_COMMAND,
+        stop_ids: Sequence[int] | None = None,
     ) -> None:
         self.pack_path = Path(pack_path)
         self.config = config
@@ -67,6 +69,7 @@ class Engine:
         self.startup_seconds: float | None = None
         self._on_event = on_event or (lambda event: None)
         self._worker_command = tuple(worker_command)
+        self._stop_ids = stop_ids
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._inbox: deque[Event | Future] = deque()
@@ -95,6 +98,8 @@ class Engine:
             raise EngineError("the engine has been started before")
         self._begun = time.monotonic()
         self._storage = Storage(self.pack_path, self.config, self.groups)
+        if self._stop_ids is not None:
+            self._storage.stop_ids = tuple(self._stop_ids)
         try:
             self._shell = Shell(
                 self._storage, self.config, self.groups, self._worker_command, self._finished, self._on_event
@@ -107,6 +112,11 @@ class Engine:
         self._open = True
         self._thread = threading.Thread(target=self._run, name="coremill-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest request, prompt and completion; known once started."""
+        return self._storage.max_length
 
     @property
     def failure(self) -> EngineError | None:
