@@ -10,6 +10,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from coremill.config.errors import ModelError, PackError
 from coremill.native import packfile
 from coremill.native.gguf import open_gguf
 from coremill.native.packer import write_pack
-from coremill.native.packfile import PANEL_ENTRY, open_pack
+from coremill.native.packfile import PANEL_ENTRY, PackFile, open_pack
 
 _spec = importlib.util.spec_from_file_location("gguf_writer", Path(__file__).with_name("gguf_writer.py"))
 gguf_writer = importlib.util.module_from_spec(_spec)
@@ -121,6 +122,43 @@ def test_mutated_packs(tmp_path, small_pack, sealed):
             file.write(edited[opened.data_offset :])
         accepted += read_pack(path)
     assert accepted < 1200
+
+
+def with_section(data: bytes, opened: PackFile, name: str, content: bytes) -> bytes:
+    """The pack with another content of a section, of any length that fits."""
+    edited = bytearray(data)
+    _, offset, _ = opened._sections[name]
+    at = packfile._FIXED.size + packfile.SECTIONS.index(name) * packfile._SECTION.size
+    packfile._SECTION.pack_into(edited, at, packfile.SECTIONS.index(name), 0, offset, len(content))
+    edited[offset : offset + len(content)] = content
+    return reseal(edited)
+
+
+def numbers_in(value, path=()):
+    """Paths to all numbers, strings and flags of nested maps and lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path
+        return
+    for key, inner in items:
+        yield from numbers_in(inner, (*path, key))
+
+
+@pytest.mark.parametrize("section", ["description", "directory"])
+def test_every_field_with_every_bad_value(tmp_path, small_pack, section):
+    """Well-formed sections with right checksums that lie: about sizes, offsets, formats, lengths."""
+    original, opened, path = small_pack.read_bytes(), open_pack(small_pack), tmp_path / "p"
+    content = opened._unpack(section)
+    bad = [0, 1, -1, 63, 64, 4096, 1 << 31, (1 << 63) - 1, (1 << 64) - 1, 1.5, float("nan"), None, "", [], {}, True]
+    for where in numbers_in(content):
+        for number in bad:
+            edited = msgpack.unpackb(msgpack.packb(content))
+            inner = edited
+            for key in where[:-1]:
+                inner = inner[key]
+            inner[where[-1]] = number
+            path.write_bytes(with_section(original, opened, section, msgpack.packb(edited)))
+            read_pack(path)
 
 
 # ---- memory ----
