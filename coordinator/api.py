@@ -1,0 +1,281 @@
+"""The coordinator as a job queue inside a Python program.
+
+from coremill.coordinator import Coordinator
+
+with Coordinator("model.gguf") as c:
+    jobs = [c.submit(messages=[{"role": "user", "content": text}], max_tokens=64) for text in texts]
+    for job in jobs:
+        print(job.result().text)
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from coremill.config.engine import EngineConfig
+from coremill.config.errors import CoremillError, EngineClosedError, EngineError, RequestError
+from coremill.config.request import CHAT_URL, COMPLETIONS_URL, GenerationRequest, SequenceResult, parse_body
+from coremill.coordinator.admission import sequence_request
+from coremill.coordinator.engine import Engine
+from coremill.coordinator.text.prompts import TextRequest
+from coremill.coordinator.text.service import TextService
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a completion; the end-of-generation token counts as one."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds a request waited, had its prompt read, and wrote; worker: who finished it."""
+
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a job comes to. finish_reason: "stop" (an end token or stop string) or "length" (max_tokens)."""
+
+    custom_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    usage: Usage
+    timing: Timing
+
+
+class Job(Future):
+    """A submitted request: `result(timeout=None)` waits for its Completion.
+
+    It raises RequestError when the request failed, EngineClosedError when the coordinator was closed before it was
+    done, EngineError when the engine could not go on, CancelledError after cancel().
+    """
+
+    def __init__(self, coordinator: Coordinator, request: GenerationRequest, priority: int) -> None:
+        super().__init__()
+        self.custom_id = request.custom_id
+        self.request = request
+        self.priority = priority
+        self._coordinator = coordinator
+        self._ticket: int | None = None
+
+    def cancel(self) -> bool:
+        """Stop it, within one step if it is running. False when it is done already."""
+        if not super().cancel():
+            return False
+        self._coordinator._cancel(self)
+        return True
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """The Completion; TimeoutError when it takes longer than `timeout` seconds."""
+        self._coordinator._check_owner()  # in a forked child nobody would ever answer
+        return super().result(timeout)
+
+    def _finish(self, outcome: Completion | Exception) -> None:
+        if not self.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Exception):
+            self.set_exception(outcome)
+        else:
+            self.set_result(outcome)
+
+
+class Coordinator:
+    """Workers on every core, and a queue of requests for them.
+
+    Args:
+        model: a GGUF file, a pack, or a short name ("smollm2").
+        on_event: told what happens to workers (see Engine); called on another thread.
+        options: fields of EngineConfig (workers, cores_per_worker, max_active, ctx, arena, seed, ...).
+
+    Usable from any number of threads. Workers start at once and load while you go on. After close(), or at the end
+    of the `with` block, unfinished jobs raise EngineClosedError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        **options: Any,
+    ) -> None:
+        from coremill.config.topology import discover
+        from coremill.native.cache import ensure_pack
+
+        self.config = EngineConfig.from_keywords(**options)
+        groups = discover(workers=self.config.workers, cores_per_worker=self.config.cores_per_worker)
+        pack_path = ensure_pack(model)
+        self._owner = os.getpid()
+        self._numbers = itertools.count(1)
+        self._engine = Engine(pack_path, self.config, groups, on_event=on_event)
+        self._engine.start()
+        self._text = TextService(pack_path, max_tokens=self._engine.max_length)
+        _coordinators.add(self)
+
+    # ---- jobs ----
+
+    def submit(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Iterable[str] | None = None,
+        custom_id: str | None = None,
+        allow_special: bool = False,
+        priority: int = 0,
+    ) -> Job:
+        """Queue one request; exactly one of prompt, messages and prompt_ids.
+
+        Args:
+            prompt: text to continue. messages: a chat, for the model's template. prompt_ids: token ids as they are.
+            max_tokens: default 16 for prompts, the room left in ctx for chats.
+            temperature: default 1; 0 always takes the most likely token. top_p, top_k, min_p: fewer to choose from.
+            seed: default drawn from the run's seed and custom_id.
+            stop: strings that end the text, which does not contain them.
+            allow_special: the request's own texts may spell the model's control tokens.
+            priority: higher runs first.
+
+        Raises:
+            RequestError: a field is wrong. What is found out later (template, length) is raised by Job.result().
+            EngineClosedError: after close().
+        """
+        self._check_owner()
+        given = {"prompt": prompt, "messages": messages, "prompt_ids": prompt_ids}
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        sampling |= {
+            "min_p": min_p,
+            "seed": seed,
+            "stop": stop if stop is None or isinstance(stop, str) else list(stop),
+        }
+        request = _checked(given, sampling, custom_id if custom_id is not None else f"job-{next(self._numbers)}")
+        job = Job(self, replace(request, allow_special=allow_special), priority)
+        if prompt_ids is not None:
+            self._hand_over(job, request.prompt)
+        else:
+            text = TextRequest(messages=request.messages, prompt=request.prompt, allow_special=allow_special)
+            self._text.submit([text]).add_done_callback(lambda prepared: self._tokenised(job, prepared))
+        return job
+
+    def _tokenised(self, job: Job, prepared: Future) -> None:
+        """On the text service's thread."""
+        try:
+            (outcome,) = prepared.result()
+            if isinstance(outcome, RequestError):
+                raise outcome
+            self._hand_over(job, tuple(outcome))
+        except CoremillError as error:
+            job._finish(error)
+
+    def _hand_over(self, job: Job, prompt_ids: tuple[int, ...]) -> None:
+        if job.cancelled():
+            return
+        request = sequence_request(job.request, prompt_ids, self._engine.max_length, self.config.seed)
+        request.priority = job.priority
+        job._ticket = self._engine.submit(request, lambda result: job._finish(_outcome(result, len(prompt_ids))))
+        if job.cancelled():  # meanwhile
+            self._cancel(job)
+
+    def _cancel(self, job: Job) -> None:
+        if job._ticket is not None:
+            self._engine.cancel(job._ticket)
+
+    # ---- the whole ----
+
+    def stats(self) -> dict[str, Any]:
+        """The queue, the KV arena, and `workers`: for each pid, cores, state, prefill_tokens, decode_tokens,
+        busy_seconds, mean_batch, rss_bytes, pss_bytes and how that splits into weights, arena and private memory."""
+        return self._engine.stats()
+
+    def wait_ready(self, timeout: float | None = None) -> bool:
+        """Block until every worker has loaded the model; False on timeout."""
+        return self._engine.wait_ready(timeout)
+
+    def close(self) -> None:
+        """End workers and helper and wait for them. Unfinished jobs raise EngineClosedError. May be repeated."""
+        if os.getpid() != self._owner:
+            return  # a forked child has nothing to close
+        self._text.close()
+        self._engine.close()
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise EngineError(
+                f"this coordinator belongs to process {self._owner}; process {os.getpid()} was forked from it and "
+                "cannot use it: create one after the fork, or start processes with 'spawn'"
+            )
+
+
+def _checked(given: dict[str, Any], sampling: dict[str, Any], custom_id: str) -> GenerationRequest:
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        said = " and ".join(named) if named else "none of them"
+        raise RequestError("invalid_value", f"give exactly one of prompt, messages and prompt_ids, not {said}")
+    (name,) = named
+    value = given[name]
+    if name == "prompt":
+        if not isinstance(value, str):
+            raise RequestError("invalid_value", f"prompt is {type(value).__name__}: it must be a string", "prompt")
+        return parse_body(COMPLETIONS_URL, {"prompt": value, **sampling}, custom_id=custom_id)
+    if name == "prompt_ids":
+        return parse_body(COMPLETIONS_URL, {"prompt": list(value), **sampling}, custom_id=custom_id)
+    return parse_body(CHAT_URL, {"messages": [*value], **sampling}, custom_id=custom_id)
+
+
+def _outcome(result: SequenceResult, num_prompt: int) -> Completion | Exception:
+    if result.error is not None:
+        kinds = {"engine_closed": EngineClosedError, "engine_failed": EngineError}
+        kind = kinds.get(result.error.code)
+        return kind(result.error.message) if kind else result.error
+    return Completion(
+        custom_id=result.key,
+        text=result.text,
+        token_ids=tuple(result.token_ids),
+        finish_reason=result.finish_reason,
+        usage=Usage(num_prompt, len(result.token_ids), result.cached_tokens),
+        timing=Timing(result.queued_s, result.prefill_s, result.decode_s, result.worker),
+    )
+
+
+_coordinators: weakref.WeakSet[Coordinator] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for coordinator in list(_coordinators):
+        coordinator.close()
+
+
+# The threads are daemons, which the end of the interpreter would cut off in the middle of a call.
+atexit.register(_close_all)
