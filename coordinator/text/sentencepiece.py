@@ -31,7 +31,7 @@ def merges_from_scores(description: Mapping[str, Any], vocab: Mapping[str, int])
     pieces = [i for i, text in enumerate(texts) if len(text) > 1 and types[i] in joinable and text in vocab]
     _require_order(pieces, scores)
     pieces.sort(key=lambda i: -scores[i])
-    parts = {text for text in vocab if types[vocab[text]] in (*joinable, vocab_facts.USER_DEFINED)}
+    parts = {text for text, i in vocab.items() if types[i] in joinable}
     merges: list[tuple[str, str]] = []
     for i in pieces:
         text = texts[i]

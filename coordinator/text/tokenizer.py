@@ -24,7 +24,7 @@ from coremill.coordinator.text.sentencepiece import SPACE, merges_from_scores
 from coremill.native.token_bytes import TokenBytes, build_token_bytes
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, models
 
 # A piece of a prompt: text, or the id of a control token.
 Piece = str | int
@@ -134,7 +134,7 @@ class ModelTokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Bytes of the texts of ids; control tokens add nothing. Raises IndexError for an id outside the vocabulary."""
-        table = self._token_bytes
+        table = self.token_bytes
         return b"".join([table[i] for i in ids])
 
     def text_of(self, token_id: int | None) -> str | None:
@@ -142,13 +142,13 @@ class ModelTokenizer:
         return None if token_id is None else vocab_facts.vocabulary(self._description)[token_id]
 
     @cached_property
-    def control_starts(self) -> re.Pattern[str]:
-        """Matches every character that a control token starts with."""
+    def _control_starts(self) -> re.Pattern[str]:
         firsts = {text[0] for text in self.controls}
         return re.compile("[" + re.escape("".join(sorted(firsts))) + "]" if firsts else r"(?!)")
 
     @cached_property
-    def _token_bytes(self) -> TokenBytes:
+    def token_bytes(self) -> TokenBytes:
+        """id -> bytes."""
         return TokenBytes(memoryview(build_token_bytes(self._description)))
 
     @cached_property
@@ -161,7 +161,7 @@ class ModelTokenizer:
 
     def _find_special(self, text: str) -> Iterator[tuple[int, int, int]]:
         end = 0
-        for match in self.control_starts.finditer(text):
+        for match in self._control_starts.finditer(text):
             start = match.start()
             if start < end:
                 continue
@@ -185,7 +185,7 @@ class ModelTokenizer:
 
 
 def _byte_level(cls: type[ModelTokenizer], description: Mapping[str, Any]) -> ModelTokenizer:
-    from tokenizers import Tokenizer, models, normalizers
+    from tokenizers import Tokenizer, normalizers
 
     recipe = recipe_of(description.get("tokenizer.ggml.pre"))
     controls = vocab_facts.control_ids(description)
@@ -193,7 +193,7 @@ def _byte_level(cls: type[ModelTokenizer], description: Mapping[str, Any]) -> Mo
     merges = description.get("tokenizer.ggml.merges")
     if merges is None:
         raise ModelError("tokenizer.ggml.merges is missing: a byte-level vocabulary needs its merges")
-    backend = Tokenizer(models.BPE(vocab, _usable_merges(merges, vocab), ignore_merges=recipe.whole_words))
+    backend = Tokenizer(_byte_pair_model(vocab, merges, whole_words=recipe.whole_words))
     if recipe.nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = build_pre_tokenizer(recipe.steps)
@@ -220,6 +220,9 @@ def _sentencepiece(cls: type[ModelTokenizer], description: Mapping[str, Any]) ->
             "are not supported"
         )
     merges = merges_from_scores(description, vocab)
+    # User-defined tokens are found in the raw text, where a space is a space.
+    for text in user_defined:
+        vocab[text.replace(SPACE, " ")] = vocab.pop(text)
     backend = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True))
     spaces = normalizers.Replace(" ", SPACE)
     if description.get("tokenizer.ggml.add_space_prefix", True):
@@ -232,28 +235,33 @@ def _sentencepiece(cls: type[ModelTokenizer], description: Mapping[str, Any]) ->
 
 def _usable_vocabulary(description: Mapping[str, Any], controls: Sequence[int]) -> tuple[dict[str, int], list[str]]:
     """Ids by text of everything a text may produce, and the user-defined texts among them."""
-    hidden = set(controls)
-    vocab: dict[str, int] = {}
-    user_defined: list[str] = []
-    for token_id, (text, kind) in enumerate(
-        zip(vocab_facts.vocabulary(description), vocab_facts.token_types(description), strict=True)
-    ):
-        if token_id in hidden or not text:
-            continue
-        if vocab.setdefault(text, token_id) != token_id:
-            raise ModelError(f"tokenizer.ggml.tokens: {text!r} is both id {vocab[text]} and id {token_id}")
-        if kind == vocab_facts.USER_DEFINED:
-            user_defined.append(text)
-    return vocab, user_defined
+    texts, types = vocab_facts.vocabulary(description), vocab_facts.token_types(description)
+    vocab = dict(zip(texts, range(len(texts)), strict=True))
+    if len(vocab) != len(texts):
+        for token_id, text in enumerate(texts):
+            if text and vocab[text] != token_id:
+                raise ModelError(f"tokenizer.ggml.tokens: {text!r} is both id {token_id} and id {vocab[text]}")
+    for hidden in ["", *(texts[i] for i in controls)]:
+        vocab.pop(hidden, None)
+    user_defined = [text for text, kind in zip(texts, types, strict=True) if kind == vocab_facts.USER_DEFINED]
+    return vocab, [text for text in user_defined if text in vocab]
 
 
-def _usable_merges(merges: Sequence[str], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Merge pairs in rank order, without those whose parts or result are no texts a prompt may produce."""
+def _byte_pair_model(vocab: dict[str, int], merges: Sequence[str], *, whole_words: bool) -> models.BPE:
+    """The library's model. Merges that lead to or over a control token are left out."""
+    from tokenizers import models
+
     pairs = [tuple(merge.split(" ")) for merge in merges]
-    for number, pair in enumerate(pairs):
-        if len(pair) != 2:
-            raise ModelError(f"tokenizer.ggml.merges: entry {number} is not two tokens: {merges[number]!r}")
-    return [(a, b) for a, b in pairs if a in vocab and b in vocab and a + b in vocab]
+    try:
+        return models.BPE(vocab, pairs, ignore_merges=whole_words)
+    except Exception:  # the library raises nothing more special; find out which merge it dislikes
+        for number, pair in enumerate(pairs):
+            if len(pair) != 2:
+                raise ModelError(
+                    f"tokenizer.ggml.merges: entry {number} is not two tokens: {merges[number]!r}"
+                ) from None
+    usable = [(a, b) for a, b in pairs if a in vocab and b in vocab and a + b in vocab]
+    return models.BPE(vocab, usable, ignore_merges=whole_words)
 
 
 def _add_user_defined(backend: Tokenizer, texts: Sequence[str]) -> None:

@@ -110,6 +110,14 @@ def test_characters_outside_the_vocabulary_become_bytes():
     assert tokenizer.decode_bytes(tokenizer.encode("a€")).decode() == "a€"
 
 
+@pytest.mark.parametrize("spelling", ["  ", "\u2581\u2581"])
+def test_user_defined_spaces_in_either_spelling(spelling):
+    description = description_of(["a", "\u2581", spelling], prefix=False)
+    description["tokenizer.ggml.token_type"][-1] = 4
+    tokenizer = ModelTokenizer.from_description(description)
+    assert tokenizer.encode("a  a a") == [259, 261, 259, 260, 259]
+
+
 def test_spelled_byte_and_control_tokens_are_text():
     pieces = ["<", ">", "s", "0", "x", "A", "<s", "<0", "x0", "A>", "s>", "0x", "<0x"]
     tokenizer = ModelTokenizer.from_description(description_of(pieces, prefix=False))

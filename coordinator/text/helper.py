@@ -1,0 +1,121 @@
+"""The text helper: a process that tokenises and renders what is not trusted. Started by TextService only.
+
+    python -P -m coremill.coordinator.text.helper
+
+One thread reads standard input and ends the process when it is closed; the main thread works. Limits are the
+kernel's, so no template and no text can talk its way around them: a timer whose signal kills for each job, and an
+address space that ends a given number of bytes above what the loaded tokenizer needs. Whoever exceeds a limit
+takes the process down, and the service finds out which row that was.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+from typing import Any
+
+from coremill.coordinator.text import wire
+from coremill.coordinator.text.prompts import Preparer, TextRequest
+
+_PR_SET_PDEATHSIG = 1
+_READ_BYTES = 1 << 20
+_OUTPUT = 3
+
+
+def main() -> None:
+    _tidy_inheritance()
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read_input, args=(inbox,), daemon=True).start()
+    settings = inbox.get()
+    # The tokenizer is built of tuples by the ten thousand, none of which is ever garbage.
+    gc.disable()
+    try:
+        preparer = _load(settings)
+    except Exception as error:
+        _send(["failed", type(error).__name__, str(error)])
+        return
+    gc.freeze()
+    gc.enable()
+    special = preparer.tokenizer.special
+    facts = {name: getattr(special, name) for name in type(special).__slots__}
+    _send(["ready", {"vocab_size": preparer.tokenizer.vocab_size, "special": facts}])
+    _die_with_parent(settings["parent"])
+    _limit_memory(preparer, settings["memory_limit"])
+    while True:
+        _work(preparer, inbox.get(), settings["time_limit"])
+
+
+def _load(settings: dict[str, Any]) -> Preparer:
+    import datetime
+
+    description = settings["description"]
+    if description is None:
+        from coremill.native.packfile import open_pack
+
+        pack = open_pack(settings["pack"])
+        description = pack.tokenizer
+        pack.close()
+    now = datetime.datetime.fromisoformat(settings["now"])
+    return Preparer(description, now, settings["max_tokens"], settings["template"])
+
+
+def _tidy_inheritance() -> None:
+    """What the parent does with signals and what libraries print must not get in the way."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(1, _OUTPUT)
+    os.dup2(2, 1)
+
+
+def _read_input(inbox: queue.SimpleQueue[Any]) -> None:
+    reader, status = wire.FrameReader(), 1
+    try:
+        while data := os.read(0, _READ_BYTES):
+            for value in reader.feed(data):
+                inbox.put(value)
+        status = 0
+    finally:
+        # The service is gone, or what it sent does not fit: either way nobody waits for the main thread.
+        os._exit(status)
+
+
+def _die_with_parent(parent: int) -> None:
+    """A second string to the closed pipe: that one needs the interpreter, which a template can keep busy."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _limit_memory(preparer: Preparer, limit: int) -> None:
+    # Threads start with the first batch; their stacks are not the first request's fault.
+    preparer.tokenizer.encode_pieces([["a"]] * 8)
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + limit, used + limit))
+
+
+def _work(preparer: Preparer, job: Any, time_limit: float) -> None:
+    number, count_only, rows = job
+    signal.setitimer(signal.ITIMER_REAL, time_limit)
+    answers = preparer.prepare([TextRequest(*row) for row in rows])
+    packed = [wire.pack_answer(answer, count_only) for answer in answers]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    _send([number, packed])
+
+
+def _send(value: Any) -> None:
+    data = memoryview(wire.frame(wire.pack(value)))
+    while data:
+        data = data[os.write(_OUTPUT, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

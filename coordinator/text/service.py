@@ -1,0 +1,377 @@
+"""Tokenisation and chat templates for the coordinator: a front for the helper process.
+
+    any thread:   prepare, count, submit --> chunks of rows --+      +--> results in the callers' futures
+    one thread:   [waiting chunks] --> pipe --> helper --> pipe --> [answers]
+
+Rows travel in chunks, several of them on their way at once, so that the helper never waits. When it dies, the
+oldest unanswered chunk is what it died of. Its rows are then sent one by one; the row that kills the helper all
+alone gets the error, everything else goes on. The helper starts in the background and again when it is needed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from coremill.config.errors import (
+    CoremillError,
+    EngineClosedError,
+    EngineError,
+    ModelError,
+    PackError,
+    RequestError,
+    UnsupportedModelError,
+)
+from coremill.coordinator.text import wire
+from coremill.coordinator.text.process import Death, HelperProcess
+from coremill.coordinator.text.prompts import Prepared, TextRequest
+
+_CHUNK_ROWS = 32
+_CHUNK_BYTES = 1 << 17
+_MAX_CHUNKS_AWAY = 6
+_MAX_BYTES_AWAY = 1 << 20
+# Deaths that nobody's row is charged with before it has died that often alone.
+_KILLS_BEFORE_CHARGED = 3
+_FAILED_STARTS = 3
+_LOAD_SECONDS = 120.0
+# The helper's own timer ends a job; the service steps in when even that has not worked (a stopped process).
+_GRACE_SECONDS = 5.0
+_LOAD_ERRORS = {error.__name__: error for error in (UnsupportedModelError, ModelError, PackError)}
+
+
+class _Batch:
+    """Rows submitted together, and where their answers go."""
+
+    def __init__(self, size: int) -> None:
+        self.results: list[Any] = [None] * size
+        self.missing = size
+        self.future: Future[list[Any]] = Future()
+        self.future.set_running_or_notify_cancel()
+
+    def answer(self, row: int, result: Any) -> None:
+        self.results[row] = result
+        self.missing -= 1
+        if not self.missing:
+            self.future.set_result(self.results)
+
+
+class _Chunk:
+    """Rows that travel together: (position in the batch, packed row)."""
+
+    __slots__ = ("batch", "count_only", "kills", "num_bytes", "number", "rows", "suspect")
+
+    def __init__(self, batch: _Batch, count_only: bool, rows: list[tuple[int, bytes]], suspect: bool = False) -> None:
+        self.batch, self.count_only, self.rows, self.suspect = batch, count_only, rows, suspect
+        self.num_bytes = sum(len(data) for _, data in rows)
+        self.number = 0
+        self.kills = 0
+
+    def singles(self) -> list[_Chunk]:
+        return [_Chunk(self.batch, self.count_only, [row], suspect=True) for row in self.rows]
+
+
+class TextService:
+    """Turns requests into token ids in a process of its own. Every method may be called from any thread.
+
+    Args:
+        pack_path: the packed model whose tokenizer and template are used.
+        description: raw `tokenizer.*` metadata instead of a pack.
+        template: Jinja source for all chats instead of the model's own (`--chat-template`).
+        now: the time templates are told; the present one by default. Give it to repeat a run.
+        max_tokens: a text that must have more tokens is refused before it is tokenised.
+        time_limit: seconds a row may take. memory_limit: bytes a row may take.
+
+    The constructor returns at once. What is wrong with the model is raised by the first call that needs it:
+    UnsupportedModelError, ModelError or PackError; EngineError when the helper cannot run at all.
+    """
+
+    def __init__(
+        self,
+        pack_path: str | Path | None = None,
+        *,
+        description: Mapping[str, Any] | None = None,
+        template: str | None = None,
+        now: datetime.datetime | None = None,
+        max_tokens: int | None = None,
+        time_limit: float = 10.0,
+        memory_limit: int = 1 << 30,
+    ) -> None:
+        if (pack_path is None) == (description is None):
+            raise ValueError("give either pack_path or description")
+        self._settings = {
+            "pack": None if pack_path is None else os.path.abspath(pack_path),
+            "description": None if description is None else dict(description),
+            "template": template,
+            "now": (now or datetime.datetime.now()).isoformat(),
+            "max_tokens": max_tokens,
+            "time_limit": time_limit,
+            "memory_limit": memory_limit,
+            "parent": os.getpid(),
+        }
+        self._time_limit, self._memory_limit = time_limit, memory_limit
+        self._lock = threading.Lock()
+        self._waiting: deque[_Chunk] = deque()
+        self._away: deque[_Chunk] = deque()
+        self._facts: dict[str, Any] = {}
+        self._loaded = threading.Event()
+        self._failure: CoremillError | None = None
+        self._failed_starts = 0
+        self._num_jobs = 0
+        self._num_restarts = -1
+        self._deadline = 0.0
+        self._closed = False
+        self._helper: HelperProcess | None = None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="coremill-text", daemon=True)
+        self._thread.start()
+
+    # ---- for everybody ----
+
+    def prepare(self, requests: Sequence[TextRequest]) -> list[Prepared | RequestError]:
+        """Ids of each request, or what is wrong with it, in order."""
+        return [Prepared(result) if isinstance(result, tuple) else result for result in self.submit(requests).result()]
+
+    def count(self, requests: Sequence[TextRequest]) -> list[int | RequestError]:
+        """Number of tokens of each request, or what is wrong with it, in order."""
+        return self.submit(requests, count_only=True).result()
+
+    def submit(self, requests: Sequence[TextRequest], *, count_only: bool = False) -> Future[list[Any]]:
+        """As prepare and count, without waiting: a future of tuples of ids (or counts) and RequestErrors."""
+        self._check_usable()
+        batch = _Batch(len(requests))
+        if not requests:
+            batch.future.set_result([])
+        chunks = self._chunks(batch, requests, count_only)
+        with self._lock:
+            self._check_usable()
+            self._waiting.extend(chunks)
+        self._wake_up()
+        return batch.future
+
+    @property
+    def special(self) -> dict[str, int | None]:
+        """Ids of "bos", "eos", "eot", "unknown" and "padding"; waits until the tokenizer is loaded."""
+        return self._fact("special")
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; waits until the tokenizer is loaded."""
+        return self._fact("vocab_size")
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the helper had to be started again."""
+        return max(self._num_restarts, 0)
+
+    @property
+    def pid(self) -> int | None:
+        """The helper's process id, None while there is none."""
+        helper = self._helper
+        return None if helper is None else helper.pid
+
+    def close(self) -> None:
+        """End the helper. Rows that are still waiting fail with EngineClosedError."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._wake_up()
+        if self._settings["parent"] == os.getpid():
+            self._thread.join()
+
+    def __enter__(self) -> TextService:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- callers' side ----
+
+    def _check_usable(self) -> None:
+        if self._settings["parent"] != os.getpid():
+            raise EngineError("the text service belongs to the process that made it: make a new one after a fork")
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise EngineClosedError("the text service is closed")
+
+    def _fact(self, name: str) -> Any:
+        self._check_usable()
+        self._loaded.wait()
+        self._check_usable()
+        return self._facts[name]
+
+    @staticmethod
+    def _chunks(batch: _Batch, requests: Sequence[TextRequest], count_only: bool) -> list[_Chunk]:
+        chunks: list[_Chunk] = []
+        rows: list[tuple[int, bytes]] = []
+        num_bytes = 0
+        for position, request in enumerate(requests):
+            try:
+                data = wire.pack_row(request)
+            except RequestError as error:
+                batch.answer(position, error)
+                continue
+            if rows and (len(rows) == _CHUNK_ROWS or num_bytes + len(data) > _CHUNK_BYTES):
+                chunks.append(_Chunk(batch, count_only, rows))
+                rows, num_bytes = [], 0
+            rows.append((position, data))
+            num_bytes += len(data)
+        if rows:
+            chunks.append(_Chunk(batch, count_only, rows))
+        return chunks
+
+    def _wake_up(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    # ---- the service's thread ----
+
+    def _run(self) -> None:
+        try:
+            while not self._closed and self._failure is None:
+                self._turn()
+        except Exception as error:  # ours: the callers must not wait for ever
+            self._failure = EngineError(f"the text service failed: {type(error).__name__}: {error}")
+        self._finish()
+
+    def _turn(self) -> None:
+        """Start, sleep until something happens, act."""
+        if self._helper is None and (self._waiting or self._num_restarts < 0):
+            self._start()
+        self._send_chunks()
+        helper = self._helper
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        if helper is not None:
+            poller.register(helper.output, select.POLLIN)
+            if helper.unsent:
+                poller.register(helper.input, select.POLLOUT)
+        events = dict(poller.poll(self._poll_timeout()))
+        if self._wake in events:
+            os.eventfd_read(self._wake)
+        if helper is None:
+            return
+        if helper.input in events:
+            helper.write()
+        if helper.output in events:
+            alive, values = helper.read()
+            for value in values:
+                self._handle(value)
+            if not alive:
+                self._bury(helper.reap())
+                return
+        if self._is_busy() and time.monotonic() > self._deadline:
+            self._bury(helper.kill(Death("time", "")))
+
+    def _is_busy(self) -> bool:
+        return self._helper is not None and (bool(self._away) or not self._helper.ready)
+
+    def _poll_timeout(self) -> float | None:
+        if not self._is_busy():
+            return None
+        return max(0.0, self._deadline - time.monotonic()) * 1000 + 1
+
+    def _start(self) -> None:
+        self._helper = HelperProcess(self._settings)
+        self._num_restarts += 1
+        self._deadline = time.monotonic() + _LOAD_SECONDS
+
+    def _send_chunks(self) -> None:
+        helper = self._helper
+        if helper is None or not helper.ready:
+            return
+        away_bytes = sum(chunk.num_bytes for chunk in self._away)
+        while self._waiting and len(self._away) < _MAX_CHUNKS_AWAY and (not self._away or away_bytes < _MAX_BYTES_AWAY):
+            with self._lock:
+                chunk = self._waiting.popleft()
+            self._num_jobs += 1
+            chunk.number = self._num_jobs
+            helper.send(wire.pack_job(chunk.number, chunk.count_only, [data for _, data in chunk.rows]))
+            if not self._away:
+                self._set_deadline()
+            self._away.append(chunk)
+            away_bytes += chunk.num_bytes
+
+    def _set_deadline(self) -> None:
+        self._deadline = time.monotonic() + self._time_limit + _GRACE_SECONDS
+
+    def _handle(self, value: Any) -> None:
+        if value[0] == "ready":
+            self._helper.ready = True
+            self._failed_starts = 0
+            self._facts = value[1]
+            self._loaded.set()
+        elif value[0] == "failed":
+            error = _LOAD_ERRORS.get(value[1])
+            self._failure = error(value[2]) if error else EngineError(f"the text helper failed: {value[1]}: {value[2]}")
+        else:
+            chunk = self._away.popleft()
+            if chunk.number != value[0]:
+                raise EngineError(f"the text helper answered job {value[0]} instead of {chunk.number}")
+            for (row, _), answer in zip(chunk.rows, value[1], strict=True):
+                chunk.batch.answer(row, wire.unpack_answer(answer))
+            self._set_deadline()
+
+    def _bury(self, death: Death) -> None:
+        """Charge whoever the helper died of; everything else that was on its way goes again."""
+        was_ready = self._helper.ready
+        self._helper = None
+        if self._failure is not None:
+            return
+        if not was_ready:
+            self._failed_starts += 1
+            if self._failed_starts >= _FAILED_STARTS:
+                self._failure = EngineError(f"the text helper cannot start: it {death.words}")
+            return
+        again = list(self._away)
+        self._away.clear()
+        if again:
+            again[:1] = self._judge(again[0], death)
+        with self._lock:
+            self._waiting.extendleft(reversed(again))
+
+    def _judge(self, chunk: _Chunk, death: Death) -> list[_Chunk]:
+        """What of the chunk that the helper died of is to be sent again."""
+        if len(chunk.rows) > 1:
+            return chunk.singles()
+        chunk.kills += 1
+        if death.cause == "outside" and chunk.kills < _KILLS_BEFORE_CHARGED:
+            return [chunk]
+        chunk.batch.answer(chunk.rows[0][0], self._error_of(death))
+        return []
+
+    def _error_of(self, death: Death) -> RequestError:
+        if death.cause == "time":
+            return RequestError(
+                "text_time_limit", f"rendering and tokenising the request took more than {self._time_limit:g} s"
+            )
+        if death.cause == "memory":
+            return RequestError(
+                "text_memory_limit",
+                f"rendering and tokenising the request needs more than {self._memory_limit >> 20} MiB",
+            )
+        return RequestError("text_helper_died", f"the text helper died of the request: it {death.words}")
+
+    def _finish(self) -> None:
+        """Nothing will be answered any more: say so to everybody who waits."""
+        if self._helper is not None:
+            self._helper.kill(Death("outside", ""))
+            self._helper = None
+        with self._lock:
+            left = [*self._away, *self._waiting]
+            self._away.clear()
+            self._waiting.clear()
+            error = self._failure or EngineClosedError("the text service was closed")
+            self._failure = self._failure or (None if self._closed else error)
+        for future in {chunk.batch.future for chunk in left}:
+            if not future.done():
+                future.set_exception(error)
+        self._loaded.set()

@@ -1,0 +1,90 @@
+"""What passes between the text service and its helper process: frames on two pipes.
+
+    u64 length (little-endian), then that many bytes of msgpack
+
+    to the helper:   settings (a map), then [job, count_only, [row, ...]] for each job
+    from the helper: ["ready", {...}] or ["failed", class name, message], then [job, [answer, ...]]
+
+A row is a TextRequest as a list; an answer is the ids as bytes (int32, machine order), a count, or an error as
+[code, message, param].
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+from coremill.config.errors import RequestError
+from coremill.coordinator.text.prompts import TextRequest
+
+_LENGTH = struct.Struct("<Q")
+
+
+def pack(value: Any) -> bytes:
+    import msgpack
+
+    return msgpack.packb(value)
+
+
+def unpack(data: bytes) -> Any:
+    import msgpack
+
+    return msgpack.unpackb(data, strict_map_key=False)
+
+
+def frame(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
+
+
+def pack_row(request: TextRequest) -> bytes:
+    """One request, ready to be put into a job. RequestError when it cannot be sent as it is."""
+    try:
+        return pack([getattr(request, name) for name in TextRequest.__slots__])
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            "invalid_value", f"the text holds half of a surrogate pair at character {error.start}: not valid Unicode"
+        ) from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError("invalid_value", f"the request cannot be sent to the text helper: {error}") from None
+
+
+def pack_job(job: int, count_only: bool, rows: list[bytes]) -> bytes:
+    """A job from rows that are packed already."""
+    import msgpack
+
+    packer = msgpack.Packer()
+    head = packer.pack_array_header(3) + pack(job) + pack(count_only) + packer.pack_array_header(len(rows))
+    return frame(b"".join([head, *rows]))
+
+
+def pack_answer(answer: list[int] | RequestError, count_only: bool) -> Any:
+    if isinstance(answer, RequestError):
+        return [answer.code, answer.message, answer.param]
+    return len(answer) if count_only else array("i", answer).tobytes()
+
+
+def unpack_answer(value: Any) -> tuple[int, ...] | int | RequestError:
+    if isinstance(value, list):
+        return RequestError(*value)
+    return tuple(array("i", value)) if isinstance(value, bytes) else value
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The frames that this data completes, decoded."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield unpack(body)
