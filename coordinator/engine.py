@@ -154,16 +154,16 @@ class Engine:
             if self._open:
                 self._post(Cancelled(ticket))
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, measure: bool = True) -> dict[str, Any]:
         """The queue, the arena and `workers`, a list with the names of design.md section 9.
 
         Workers measure their memory between two steps; one that takes longer than 10 s is shown with its last
-        figures. After close(): the last state.
+        figures. Without `measure` nobody is asked and nothing waits. After close(): the last state.
         """
         self._check_owner()
         measured: Future = Future()
         with self._lock:
-            if self._open and threading.current_thread() is not self._thread:
+            if measure and self._open and threading.current_thread() is not self._thread:
                 self._post(measured)
             else:
                 measured.set_result(None)
