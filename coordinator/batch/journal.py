@@ -1,6 +1,6 @@
 """OUT.journal: what the results in OUT depend on, and which line of input each finished row came from.
 
-    line 1   {"coremill_journal": 1, "errors": name of the error file, "fingerprint": {...}}
+    line 1   {"coremill_journal": 1, "started": time, "errors": name of the error file, "fingerprint": {...}}
     then     <key of a row, 32 hex> <digest of its input line, 14 hex>
 
 Written in this order: header (synced) before any row; a row's record before its line in OUT or the error file. So every
@@ -9,6 +9,7 @@ row in those files has its record, and OUT and the error file alone say which ro
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from typing import Any
@@ -28,8 +29,13 @@ _NAMES = {
 }  # fmt: skip
 
 
-def header_line(fingerprint: dict[str, Any], errors: str) -> bytes:
-    header = {"coremill_journal": JOURNAL_VERSION, "errors": errors, "fingerprint": fingerprint}
+def header_line(fingerprint: dict[str, Any], errors: str, started: datetime.datetime) -> bytes:
+    header = {
+        "coremill_journal": JOURNAL_VERSION,
+        "started": started.isoformat(timespec="seconds"),
+        "errors": errors,
+        "fingerprint": fingerprint,
+    }
     return json.dumps(header, separators=(",", ":")).encode() + b"\n"
 
 
@@ -45,11 +51,16 @@ def read_header(line: bytes, path: str) -> dict[str, Any] | None:
         header = json.loads(line)
     except ValueError:
         header = None
+    stranger = RunError(f"{path} is not a journal of coremill: move it away or choose another -o")
     if not isinstance(header, dict) or not isinstance(header.get("fingerprint"), dict):
-        raise RunError(f"{path} is not a journal of coremill: move it away or choose another -o")
+        raise stranger
     if header.get("coremill_journal") != JOURNAL_VERSION:
         found = header.get("coremill_journal")
         raise RunError(f"{path} has journal version {found}, this coremill reads {JOURNAL_VERSION}: choose another -o")
+    try:
+        header["started"] = datetime.datetime.fromisoformat(header.get("started"))
+    except (TypeError, ValueError):
+        raise stranger from None
     return header
 
 

@@ -16,6 +16,8 @@ from coremill.config.request import SequenceRequest
 
 PLAN_ROWS = 1024
 PLAN_SECONDS = 0.25
+# A generated token takes about as long as this many prompt tokens: fewer of them share a pass over the weights.
+NEW_TOKEN_COST = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def estimate_seconds(plan: Plan, setting: Setting, num_rows: int) -> float | Non
     """Upper estimate for `num_rows` rows like those of the window: every row uses its max_tokens, nothing is shared."""
     if not plan.num_rows or not setting.rate:
         return None
-    tokens = (plan.prompt_tokens + plan.max_new_tokens) / plan.num_rows * num_rows
+    tokens = (plan.prompt_tokens + NEW_TOKEN_COST * plan.max_new_tokens) / plan.num_rows * num_rows
     return tokens * setting.multiplies / setting.rate
 
 

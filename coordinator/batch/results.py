@@ -7,6 +7,7 @@ The id leads each line and has one length, so that resuming finds the rows of a 
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from dataclasses import dataclass
@@ -45,6 +46,12 @@ def key_of_line(line: bytes) -> bytes | None:
         return bytes.fromhex(line[len(_ID_PREFIX) : _KEY_END].decode("ascii"))
     except ValueError:
         return None
+
+
+def read_results(path: str, num: int) -> list[dict[str, Any]]:
+    """The first `num` lines of a result file."""
+    with open(path, "rb") as file:
+        return [json.loads(line) for line in itertools.islice(file, num)]
 
 
 class LineMaker:

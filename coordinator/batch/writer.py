@@ -7,6 +7,7 @@ back, and what a crash tore is cut off when the next run opens the file.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import os
 import stat
@@ -109,6 +110,8 @@ class ResultFiles:
         out, errors: paths. input_identity: (device, inode) of the input, which must be neither.
         fingerprint: what results depend on; compared with the earlier run's when there are finished rows.
         table: gets IN_RESULTS, IN_ERRORS and the digests of finished rows.
+    Attributes:
+        started: when the first of the runs that made these files began, which is the time templates are told.
     Raises RunError, ResumeRefusedError. Nothing an earlier run finished is changed by opening.
     """
 
@@ -185,8 +188,9 @@ class ResultFiles:
         errors_name = os.path.relpath(self._errors_path, os.path.dirname(self._out.path) or ".")
         if num_results + num_errors == 0:
             self._check_earlier_errors(header, errors_name)
+            self.started = datetime.datetime.now().replace(microsecond=0)
             self._journal.truncate(0)
-            self._journal.append(header_line(fingerprint, errors_name))
+            self._journal.append(header_line(fingerprint, errors_name, self.started))
             self._journal.sync()
             return
         if header is None:
@@ -194,6 +198,7 @@ class ResultFiles:
             raise RunError(
                 f"{holder} exists and {self._journal.path} does not tell from which run: choose another name"
             )
+        self.started = header["started"]
         check_fingerprint(self._out.path, header["fingerprint"], fingerprint)
         self._check_earlier_errors(header, errors_name)
         self._journal.truncate(load_digests(self._journal.fd, len(first), self._table))

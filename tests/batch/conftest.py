@@ -106,6 +106,7 @@ class FakeEngine:
 class Ran:
     outcome: Outcome
     engine: FakeEngine
+    files: ResultFiles
     plans: list = field(default_factory=list)
 
 
@@ -181,7 +182,7 @@ class Batch:
         finally:
             source.close()
             engine.close()
-        return Ran(outcome, engine, getattr(recorder, "plans", []))
+        return Ran(outcome, engine, files, getattr(recorder, "plans", []))
 
     def results(self) -> list[dict]:
         return self._lines(self.out)

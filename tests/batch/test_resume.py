@@ -371,6 +371,19 @@ def test_foreign_files_are_left_alone(batch):
         batch.run()
 
 
+def test_templates_are_told_the_time_of_the_first_run(batch):
+    batch.write(prompts(3))
+    batch.run()
+    header = json.loads(batch.journal.read_bytes().splitlines()[0])
+    told = {**header, "started": "2001-02-03T04:05:06"}
+    records = batch.journal.read_bytes().splitlines(keepends=True)[1:]
+    batch.journal.write_bytes(json.dumps(told).encode() + b"\n" + b"".join(records))
+    assert batch.run().files.started.isoformat() == "2001-02-03T04:05:06"
+    batch.journal.write_bytes(json.dumps({**header, "started": 5}).encode() + b"\n")
+    with pytest.raises(RunError, match="not a journal"):
+        batch.run()
+
+
 def test_outputs_that_cannot_be(batch):
     batch.write(prompts(3))
     for path in (batch.folder, batch.folder / "no" / "such" / "out.jsonl"):

@@ -1,0 +1,106 @@
+"""The end of a run: its exit code, the summary for people, the object for scripts. The same numbers in all three."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from coremill.config.printable import shortened
+from coremill.coordinator.batch.plan import format_seconds, stats_plan
+from coremill.coordinator.batch.runner import Outcome
+
+EXIT_OK, EXIT_ROWS_FAILED, EXIT_ROWS_CHANGED, EXIT_STRICT = 0, 3, 5, 6
+
+
+def exit_code(outcome: Outcome) -> int:
+    """128 + signal when one stopped the run; else the gravest of what happened."""
+    if isinstance(outcome.stopped, signal.Signals):
+        return 128 + outcome.stopped
+    if outcome.stopped == "strict":
+        return EXIT_STRICT
+    if outcome.errors_before + outcome.progress.num_errors:
+        return EXIT_ROWS_FAILED
+    return EXIT_ROWS_CHANGED if outcome.num_changed else EXIT_OK
+
+
+def summary_lines(outcome: Outcome, out: str, errors: str, startup_seconds: float) -> list[str]:
+    """Rows read = rows finished before + results + failures of this run + rows not finished."""
+    progress = outcome.progress
+    unfinished = progress.num_read - progress.num_skipped - progress.num_results - progress.num_errors
+    parts = [f"{progress.num_results:,} results", f"{progress.num_errors:,} failed"]
+    if progress.num_skipped:
+        parts.insert(0, f"{progress.num_skipped:,} finished by earlier runs")
+    if unfinished:
+        parts.append(f"{unfinished:,} not finished")
+    lines = []
+    if outcome.stopped == "strict":
+        lines.append("stopped at the first failed row (--strict); the same command goes on once the row is corrected")
+    elif outcome.stopped is not None:
+        lines.append(f"stopped by {outcome.stopped.name}; the same command goes on from here")
+    rest = "" if progress.input_ended else " (not all of the input was read)"
+    lines.append(f"rows: {progress.num_read:,} read{rest} = {' + '.join(parts)}")
+    if outcome.error_codes:
+        lines.append("failed: " + ", ".join(f"{count:,} {code}" for code, count in sorted(outcome.error_codes.items())))
+    seconds = max(progress.seconds, 1e-9)
+    total = progress.prompt_tokens + progress.completion_tokens
+    lines.append(
+        f"tokens: {progress.prompt_tokens:,} prompt ({progress.cached_tokens:,} cached) + "
+        f"{progress.completion_tokens:,} completion = {total:,}; {total / seconds:,.0f} tokens/s"
+    )
+    finished = progress.num_results + progress.num_errors
+    lines.append(
+        f"time: {format_seconds(progress.seconds)} after {format_seconds(startup_seconds)} to start; "
+        f"{finished / seconds:,.1f} rows/s"
+    )
+    lines.append(f"{out} has {outcome.results_before + progress.num_results:,} results")
+    if num_errors := outcome.errors_before + progress.num_errors:
+        lines.append(f"{errors} has {num_errors:,} failed rows (--retry-errors runs them again)")
+    return lines + _warnings(outcome)
+
+
+def _warnings(outcome: Outcome) -> list[str]:
+    lines = []
+    if outcome.num_changed:
+        shown = ", ".join(f"line {number} ('{shortened(name, 40)}')" for number, name in outcome.changed)
+        more = ", ..." if outcome.num_changed > len(outcome.changed) else ""
+        lines.append(
+            f"warning: {outcome.num_changed:,} rows of the input have changed since they were finished; their earlier "
+            f"outcomes are kept: {shown}{more}. Failed ones run again with --retry-errors, others with another -o"
+        )
+    if outcome.num_gone:
+        lines.append(f"warning: {outcome.num_gone:,} rows finished by earlier runs are not in the input any more")
+    if outcome.num_dropped_errors:
+        lines.append(
+            f"warning: {outcome.num_dropped_errors:,} rows that failed in earlier runs are not in the input any more "
+            "and have left the error file"
+        )
+    if outcome.num_unrecorded:
+        lines.append(
+            f"warning: of {outcome.num_unrecorded:,} finished rows the journal has lost the record (a power cut?); "
+            "whether their input has changed since cannot be told"
+        )
+    return lines
+
+
+def stats_object(outcome: Outcome, engine_stats: dict[str, Any], startup_seconds: float) -> dict[str, Any]:
+    """What --stats writes: names of design.md section 9, and more."""
+    progress = outcome.progress
+    return {
+        "rows": progress.num_read,
+        "errors": outcome.errors_before + progress.num_errors,
+        "results": outcome.results_before + progress.num_results,
+        "skipped_rows": progress.num_skipped,
+        "new_results": progress.num_results,
+        "new_errors": progress.num_errors,
+        "changed_rows": outcome.num_changed,
+        "error_codes": outcome.error_codes,
+        "seconds": progress.seconds,
+        "startup_seconds": startup_seconds,
+        "prompt_tokens": progress.prompt_tokens,
+        "cached_tokens": progress.cached_tokens,
+        "completion_tokens": progress.completion_tokens,
+        "exit_code": exit_code(outcome),
+        "stopped": outcome.stopped.name if isinstance(outcome.stopped, signal.Signals) else outcome.stopped,
+        "plan": stats_plan(outcome.plan),
+        **{name: value for name, value in engine_stats.items() if name != "startup_seconds"},
+    }

@@ -1,0 +1,98 @@
+"""`coremill run`: a file of prompts in, a file of results out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+
+import click
+
+from coremill.config.settings import Settings
+from coremill.tools.options import Verb, takes
+
+_EXAMPLES = [
+    ("coremill run prompts.jsonl -m smollm2 -o results.jsonl", "run a file; again: resume it"),
+    ("coremill run questions.txt -m model.gguf -o answers.jsonl --temperature 0", "plain text, one prompt a line"),
+    ("zcat big.jsonl.gz | coremill run - -m model.gguf -o out.jsonl --in-order", "from a pipe, results in input order"),
+    ("coremill run prompts.jsonl -m smollm2 -o results.jsonl --retry-errors", "failed rows once more"),
+]
+
+
+@click.command(cls=Verb, examples=_EXAMPLES)
+@click.argument("input", metavar="IN")
+@takes("run")
+def command(input: str, settings: Settings) -> int:
+    """Run the prompts of the file IN (- for standard input) through a model.
+
+    IN has one request a line: OpenAI batch lines (custom_id, method, url, body), or objects with `prompt` or
+    `messages` and sampling fields, or plain text. Files ending in .gz and .zst are read too.
+
+    Each finished row is appended to OUT at once, each failed one to the error file. The same command again goes on
+    where the last run stopped, however it ended; OUT.journal remembers what the results depend on. --in-order keeps
+    the input's order among the rows that one command runs.
+
+    Ctrl-C stops within a second and keeps what is finished; a second Ctrl-C kills.
+
+    Exit code: 0 all rows succeeded, 1 the run could not go on, 2 wrong options, 3 some rows failed, 4 OUT belongs to
+    a run with other settings, 5 some rows changed since they were finished, 6 --strict stopped the run, 130 Ctrl-C,
+    143 SIGTERM.
+    """
+    from coremill.config.engine import EngineConfig
+    from coremill.config.request import SamplingParams
+    from coremill.coordinator.batch.job import BatchOptions, run_batch
+    from coremill.coordinator.batch.report import make_reporter, result_lines, worker_table
+    from coremill.coordinator.batch.results import read_results
+    from coremill.coordinator.batch.summary import exit_code, summary_lines
+    from coremill.coordinator.batch.writer import default_errors_path
+
+    options = BatchOptions(
+        input=input,
+        output=settings.require("output"),
+        model=settings.require("model"),
+        engine=EngineConfig.from_settings(settings),
+        defaults=SamplingParams(**settings.of_group("sampling")),
+        **{name: settings[name] for name in ("errors", "format", "retry_errors", "in_order", "strict", "stats")},
+    )
+    reporter = make_reporter()
+    try:
+        end = run_batch(options, reporter, _process_clock())
+    finally:
+        reporter.close()
+    startup_seconds, seconds = end.stats["startup_seconds"], end.outcome.progress.seconds
+    errors = options.errors or default_errors_path(options.output)
+    for line in worker_table(end.stats["workers"], seconds):
+        click.echo(line, err=True)
+    for line in summary_lines(end.outcome, options.output, errors, startup_seconds):
+        reporter.say(line)
+    for change in end.source_changes:
+        reporter.say(f"warning: the model was not left alone during the run: {change}")
+    if settings["profile"]:
+        _show_profile(end.profiles)
+    if settings["show"]:
+        for line in result_lines(read_results(options.output, settings["show"]), shutil.get_terminal_size().columns):
+            click.echo(line)
+    return exit_code(end.outcome)
+
+
+def _process_clock() -> Callable[[], float]:
+    """Seconds since this process was started, Python's own start included."""
+    with open("/proc/self/stat", "rb") as file:
+        # Field 22 counts from the boot; the second field, a name, may hold anything, so count from its end.
+        started = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return lambda: time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def _show_profile(profiles: list[list[tuple[str, str, int, float]]]) -> None:
+    """Operations of all workers together, by kind and label, in the order of a step."""
+    totals: dict[tuple[str, str], list[float]] = {}
+    for profile in profiles:
+        for label, kind, calls, seconds in profile:
+            entry = totals.setdefault((label, kind), [0, 0.0])
+            entry[0] += calls
+            entry[1] += seconds
+    whole = sum(seconds for _, seconds in totals.values()) or 1.0
+    click.echo(f"{'operation':32} {'kind':12} {'calls':>10} {'seconds':>9} {'share':>6}", err=True)
+    for (label, kind), (calls, seconds) in totals.items():
+        click.echo(f"{label:32} {kind:12} {calls:10,.0f} {seconds:9.3f} {seconds / whole:6.1%}", err=True)
