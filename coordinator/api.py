@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from coremill.config.engine import EngineConfig
+from coremill.config.engine import DEFAULT_CTX, EngineConfig
 from coremill.config.errors import CoremillError, EngineClosedError, EngineError, RequestError
 from coremill.config.request import CHAT_URL, COMPLETIONS_URL, GenerationRequest, SequenceResult, parse_body
 from coremill.coordinator.admission import sequence_request
-from coremill.coordinator.engine import Engine
 from coremill.coordinator.text.prompts import TextRequest
 from coremill.coordinator.text.service import TextService
+
+if TYPE_CHECKING:
+    from coremill.coordinator.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +121,19 @@ class Coordinator:
         on_event: Callable[[dict[str, Any]], None] | None = None,
         **options: Any,
     ) -> None:
-        from coremill.config.topology import discover
         from coremill.native.cache import ensure_pack
 
-        self.config = EngineConfig.from_keywords(**options)
-        groups = discover(workers=self.config.workers, cores_per_worker=self.config.cores_per_worker)
-        pack_path = ensure_pack(model)
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
-        self._engine = Engine(pack_path, self.config, groups, on_event=on_event)
-        self._engine.start()
-        self._text = TextService(pack_path, max_tokens=self._engine.max_length)
+        self.config = EngineConfig.from_keywords(**options)
+        pack_path = ensure_pack(model)
+        # The text helper takes longest to load, so it comes first, and our own imports behind it.
+        self._text = TextService(pack_path, max_tokens=self.config.ctx or DEFAULT_CTX)
+        try:
+            self._engine = _start_engine(pack_path, self.config, on_event)
+        except BaseException:
+            self._text.close()
+            raise
         _coordinators.add(self)
 
     # ---- jobs ----
@@ -236,6 +240,16 @@ class Coordinator:
                 f"this coordinator belongs to process {self._owner}; process {os.getpid()} was forked from it and "
                 "cannot use it: create one after the fork, or start processes with 'spawn'"
             )
+
+
+def _start_engine(pack_path: Path, config: EngineConfig, on_event: Callable[[dict[str, Any]], None] | None) -> Engine:
+    from coremill.config.topology import discover
+    from coremill.coordinator.engine import Engine
+
+    groups = discover(workers=config.workers, cores_per_worker=config.cores_per_worker)
+    engine = Engine(pack_path, config, groups, on_event=on_event)
+    engine.start()
+    return engine
 
 
 def _checked(given: dict[str, Any], sampling: dict[str, Any], custom_id: str) -> GenerationRequest:

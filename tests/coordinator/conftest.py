@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import random
 import sys
-import zlib
-from array import array
 from collections import deque
+from pathlib import Path
 
 import pytest
 
@@ -29,41 +30,25 @@ from coremill.coordinator.scheduler import Scheduler
 from coremill.worker.batch import StepOutput
 from coremill.worker.loop import WorkerLoop
 
-VOCAB = 64
-STOP_ID = 0
-POISON = 63
-TOKEN_BYTES = [b""] + [bytes([97 + i % 7]) * (1 + i % 3) for i in range(1, VOCAB)]
+HERE = Path(__file__).parent
 
 
-def next_token(tokens, seed: int) -> int:
-    """What the make-believe model says after `tokens`: any change of any of them changes it."""
-    return zlib.crc32(array("i", tokens).tobytes(), seed & 0xFFFFFFFF) % (VOCAB - 1)
+def load_module(path: Path):
+    """A module of the tests by its path, as pytest's importlib mode keeps their folders off sys.path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def expected(request: SequenceRequest) -> tuple[list[int], str, str]:
-    """Tokens, text and finish reason of an undisturbed run, worked out the simplest way."""
-    tokens, text = list(request.prompt_ids), b""
-    for _ in range(request.max_tokens):
-        token = next_token(tokens, request.seed)
-        tokens.append(token)
-        for byte in TOKEN_BYTES[token]:
-            text += bytes([byte])
-            ended = [stop for stop in request.stop if text.endswith(stop)]
-            if ended:
-                shown = text[: len(text) - len(max(ended, key=len))]
-                return tokens[len(request.prompt_ids) :], shown.decode(), "stop"
-        if token == STOP_ID:
-            return tokens[len(request.prompt_ids) :], text.decode(), "stop"
-    return tokens[len(request.prompt_ids) :], text.decode(), "length"
+makebelieve = load_module(HERE / "makebelieve.py")
+VOCAB, STOP_ID, POISON = makebelieve.VOCAB, makebelieve.STOP_ID, makebelieve.POISON
+TOKEN_BYTES, FakeBatch = makebelieve.TOKEN_BYTES, makebelieve.FakeBatch
+expected, next_token = makebelieve.expected, makebelieve.next_token
 
 
 class Crash(Exception):
     """The make-believe worker dies of its own doing."""
-
-
-class FakeBatch(list):
-    def add(self, tokens, position, blocks, sample=None):
-        self.append((list(tokens), position, list(blocks), sample))
 
 
 class FakeModel:
@@ -258,3 +243,49 @@ def world():
 def sim():
     """This module, for tests that need more of it than `world`."""
     return sys.modules[__name__]
+
+
+@pytest.fixture(scope="session")
+def tiny_pack(tmp_path_factory) -> Path:
+    """A random model of two small layers, packed."""
+    import numpy as np
+
+    from coremill.native.cache import ensure_pack
+
+    folder = tmp_path_factory.mktemp("tiny")
+    writer = load_module(HERE.parent / "native" / "gguf_writer.py")
+    (folder / "tiny.gguf").write_bytes(writer.tiny_llama(np.random.default_rng(1)).build())
+    return ensure_pack(folder / "tiny.gguf", cache_dir=folder / "cache")
+
+
+@pytest.fixture
+def engine(tiny_pack):
+    """start(num_workers=1, fake=True, **config) -> a running Engine, closed after the test."""
+    from coremill.config.engine import EngineConfig
+    from coremill.config.topology import CoreGroup
+    from coremill.coordinator.engine import Engine
+    from coremill.coordinator.pool import WORKER_COMMAND
+
+    engines = []
+
+    def start(num_workers=1, fake=True, **config) -> Engine:
+        cores = sorted(os.sched_getaffinity(0))
+        groups = [CoreGroup((cores[index % len(cores)],)) for index in range(num_workers)]
+        command = (sys.executable, str(HERE / "fake_worker.py")) if fake else WORKER_COMMAND
+        events: list[dict] = []
+        engine = Engine(
+            tiny_pack,
+            EngineConfig(**config),
+            groups,
+            on_event=events.append,
+            worker_command=command,
+            stop_ids=(STOP_ID,),
+        )
+        engines.append(engine)
+        engine.start()
+        engine.events = events
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close()
