@@ -48,6 +48,8 @@ class ArenaGeometry:
             raise ConfigError(f"arena: kv_type is {self.kv_type!r}; known: {', '.join(_ELEMENT_BYTES)}")
         if self.num_blocks >= 1 << 31:
             raise ConfigError(f"arena: num_blocks is {self.num_blocks}, not below {1 << 31}")
+        if self.total_bytes > 1 << 46:
+            raise ConfigError(f"arena: {self.total_bytes} bytes are more than an address space holds")
 
     @classmethod
     def for_model(cls, spec: ModelSpec, num_blocks: int, kv_type: str = "f16") -> ArenaGeometry:

@@ -138,7 +138,8 @@ static int check_matrix_op(const check *k, const cm_op *op) {
         return -1;
     if (op->epilogue < CM_GEMM_STORE || op->epilogue > CM_GEMM_SILU_GLU || (glu && m->num_panels % 2))
         return refuse(k, "epilogue %d over %d panels", op->epilogue, m->num_panels);
-    if (outputs / (glu ? 2 : 1) > stride_of(dst))
+    outputs /= glu ? 2 : 1;
+    if (outputs > stride_of(dst))
         return refuse(k, "matrix %d gives %lld outputs, buffer %d has %d", op->matrix, (long long)outputs, op->dst,
                       dst->width);
     return 0;

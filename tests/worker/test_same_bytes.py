@@ -25,7 +25,8 @@ def prompts(repo_root: Path) -> list[list[int]]:
     """Three prompts, cut so that none of 7, 32 and 64 divides their lengths."""
     lines = (repo_root / "tests/data/reference/smollm2.jsonl").read_text(encoding="utf-8").splitlines()
     ids = [json.loads(line)["prompt_ids"] for line in lines]
-    return [ids[0], sum(ids[1:8], [])[:75], sum(ids[8:], [])[:131]]
+    rest = [token for line in ids[1:] for token in line]
+    return [ids[0], rest[:75], rest[75:206]]
 
 
 @pytest.fixture
