@@ -111,15 +111,13 @@ def on_cores(cores: Sequence[int], call: Callable[[], Any]) -> list[Any]:
 
     UnsupportedHostError when a thread may not be pinned; what `call` raises otherwise.
     """
-    from coremill.config.errors import UnsupportedHostError
-
     results: list[Any] = [None] * len(cores)
     failures: list[BaseException] = []
     ready = threading.Barrier(len(cores))
 
     def run(index: int) -> None:
         try:
-            os.sched_setaffinity(0, {cores[index]})
+            _pin(cores[index])
             ready.wait()
             results[index] = call()
         except threading.BrokenBarrierError:
@@ -134,11 +132,17 @@ def on_cores(cores: Sequence[int], call: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.join()
     if failures:
-        error = failures[0]
-        if isinstance(error, OSError):
-            raise UnsupportedHostError(f"cannot pin a thread to one of the cores {list(cores)}: {error.strerror}")
-        raise error
+        raise failures[0]
     return results
+
+
+def _pin(core: int) -> None:
+    from coremill.config.errors import UnsupportedHostError
+
+    try:
+        os.sched_setaffinity(0, {core})
+    except OSError as error:
+        raise UnsupportedHostError(f"cannot pin a thread to core {core}: {error.strerror}") from None
 
 
 def bandwidth(cores: Sequence[int], num_bytes: int, seconds: float) -> tuple[float, float]:

@@ -55,8 +55,9 @@ def takes(verb: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def resolved(**given: Any) -> Any:
-            for line in unknown_variables(os.environ):
-                click.echo(f"coremill: warning: unknown variable {line}", err=True)
+            if click.get_current_context().invoked_subcommand is None:
+                for line in unknown_variables(os.environ):
+                    click.echo(f"coremill: warning: unknown variable {line}", err=True)
             mine = {option.name: given.pop(option.name) for option in options}
             return function(settings=from_command_line(verb, mine), **given)
 

@@ -1,0 +1,168 @@
+"""Throughput of the whole engine: real worker processes behind a coordinator.
+
+A decode case submits its prompts, waits until all are computed, then counts tokens over a window in which nothing
+but decoding happens; what is still running is cancelled. Prompts are one block shorter than the case's context, so
+that contexts in the window lie around it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from coremill.config.arena import BLOCK_TOKENS, ArenaGeometry, blocks_for
+from coremill.config.engine import EngineConfig
+from coremill.config.errors import EngineError
+from coremill.config.request import SequenceRequest, SequenceResult
+from coremill.config.topology import CoreGroup
+from coremill.tools.bench_steps import Case
+
+# Tokens of each sequence in the window, and the shortest window in seconds.
+_WINDOW_TOKENS, _WINDOW_SECONDS = 64, 0.3
+# Prompts each worker computes in a prefill case.
+_PREFILL_PROMPTS = 4
+_POLL = 0.02
+_TIMEOUT = 600.0
+
+
+class EngineBench:
+    """A running engine with room for the largest case, `groups` its workers."""
+
+    def __init__(
+        self, pack_path: Path, spec: Any, groups: Sequence[CoreGroup], cases: Sequence[Case], step_tokens: int
+    ):
+        from coremill.coordinator.engine import Engine
+
+        max_active = max(_PREFILL_PROMPTS, *(case.num_sequences for case in cases))
+        ctx = max(case.context for case in cases) + _room(cases)
+        arena = arena_blocks(cases, len(groups)) * ArenaGeometry.for_model(spec, 1).block_bytes
+        config = EngineConfig(max_active=max_active, ctx=ctx, arena=arena, step_tokens=step_tokens, prefix_cache=False)
+        self.num_workers = len(groups)
+        self._room = _room(cases)
+        # Without stop ids every sequence runs until it is cancelled.
+        self._engine = Engine(pack_path, config, groups, stop_ids=())
+        self._num_runs = 0
+
+    def __enter__(self) -> EngineBench:
+        self._engine.start()
+        if not self._engine.wait_ready(_TIMEOUT):
+            raise EngineError(f"bench: the workers were not ready after {_TIMEOUT:.0f} s")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._engine.close()
+
+    def run(self, case: Case) -> float:
+        """Tokens per second of all workers together."""
+        return self._prefill(case) if case.what == "prefill" else self._decode(case)
+
+    def _prefill(self, case: Case) -> float:
+        count = self.num_workers * _PREFILL_PROMPTS
+        begin = time.perf_counter()
+        running = _Running(self._engine, self._requests(count, case.context, 1))
+        running.wait()
+        return count * case.context / (time.perf_counter() - begin)
+
+    def _decode(self, case: Case) -> float:
+        count = self.num_workers * case.num_sequences
+        before = self._tokens("prefill_tokens")
+        prompt = case.context - BLOCK_TOKENS
+        running = _Running(self._engine, self._requests(count, prompt, self._room))
+        deadline = time.monotonic() + _TIMEOUT
+        while self._tokens("prefill_tokens") - before < count * prompt:
+            running.check(deadline)
+            time.sleep(_POLL)
+        start, first = time.perf_counter(), self._tokens("decode_tokens")
+        while True:
+            time.sleep(_POLL)
+            decoded, now = self._tokens("decode_tokens") - first, time.perf_counter()
+            if decoded >= count * _WINDOW_TOKENS and now - start >= _WINDOW_SECONDS:
+                break
+            if decoded >= count * (self._room - 2 * BLOCK_TOKENS):
+                break
+            running.check(deadline)
+        running.cancel()
+        running.wait()
+        return decoded / (now - start)
+
+    def _tokens(self, counter: str) -> int:
+        return sum(worker[counter] for worker in self._engine.stats()["workers"])
+
+    def _requests(self, count: int, prompt_tokens: int, max_tokens: int) -> list[SequenceRequest]:
+        """Prompts that differ from the first token on, in every run anew."""
+        self._num_runs += 1
+        prompts = []
+        for index in range(count):
+            start = 100 + 997 * (self._num_runs * count + index)
+            ids = tuple(100 + (start + 31 * position) % 1000 for position in range(prompt_tokens))
+            prompts.append(SequenceRequest(f"bench-{index}", ids, max_tokens, temperature=0.0))
+        return prompts
+
+
+def arena_blocks(cases: Sequence[Case], num_workers: int) -> int:
+    """Blocks that the largest case needs while all workers run it."""
+    room = _room(cases)
+    return num_workers * max(
+        max(case.num_sequences, _PREFILL_PROMPTS) * blocks_for(case.context + room) for case in cases
+    )
+
+
+def _room(cases: Sequence[Case]) -> int:
+    """Tokens a sequence may generate: a fast case needs more for the shortest window than _WINDOW_TOKENS."""
+    return 8 * _WINDOW_TOKENS if any(case.what == "decode" for case in cases) else BLOCK_TOKENS
+
+
+class _Running:
+    """Sequences under way."""
+
+    def __init__(self, engine: Any, requests: Sequence[SequenceRequest]) -> None:
+        self._engine = engine
+        self._left = len(requests)
+        self._errors: list[str] = []
+        self._done = threading.Event()
+        self._tickets = [engine.submit(request, self._finished) for request in requests]
+
+    def _finished(self, result: SequenceResult) -> None:
+        # Always on the engine's one thread.
+        if result.error is not None and result.error.code != "cancelled":
+            self._errors.append(str(result.error))
+        self._left -= 1
+        if self._left == 0:
+            self._done.set()
+
+    def check(self, deadline: float) -> None:
+        if self._errors:
+            raise EngineError(f"bench: a sequence failed: {self._errors[0]}")
+        if self._done.is_set():
+            raise EngineError("bench: every sequence ended before the window did")
+        if time.monotonic() > deadline:
+            raise EngineError(f"bench: no end after {_TIMEOUT:.0f} s")
+
+    def cancel(self) -> None:
+        for ticket in self._tickets:
+            self._engine.cancel(ticket)
+
+    def wait(self) -> None:
+        self._done.wait(_TIMEOUT)
+        if self._errors or not self._done.is_set():
+            raise EngineError(f"bench: a sequence failed: {(self._errors or ['no end'])[0]}")
+
+
+def engine_report(case: Case, rates: Sequence[float], num_workers: int, limit_seconds: float) -> dict[str, Any]:
+    """Rates and shares of a case; limit_seconds: least time of the case's steps on one of the cores, all busy."""
+    rate = median(rates)
+    limit = num_workers * case.num_tokens / limit_seconds
+    return {
+        "what": case.what,
+        "sequences": case.num_sequences,
+        "context": case.context,
+        "workers": num_workers,
+        "tokens_per_s": round(rate, 1),
+        "limit_tokens_per_s": round(limit, 1),
+        "share": round(rate / limit, 3),
+        "noise": round((max(rates) - min(rates)) / rate, 3),
+    }
