@@ -16,7 +16,7 @@ from coremill.coordinator.text import wire
 _COMMAND = (sys.executable, "-P", "-m", "coremill.coordinator.text.helper")
 _READ_BYTES = 1 << 18
 _MAX_THREADS = 4
-_LAST_WORDS_BYTES = 2000
+_LAST_WORDS_BYTES = 1 << 16
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
@@ -98,15 +98,16 @@ class HelperProcess:
     def reap(self) -> Death:
         """Why it died. It has closed its output, so that it is gone or going."""
         status = self._process.wait()
-        words = os.pread(self._words, os.fstat(self._words).st_size, 0)[-_LAST_WORDS_BYTES:].decode(errors="replace")
+        words = os.pread(self._words, _LAST_WORDS_BYTES, 0).decode(errors="replace")
         self._close()
         return _death_of(status, words)
 
-    def kill(self, death: Death) -> Death:
+    def kill(self) -> Death:
+        """End it because it does not answer, or is not needed."""
         self._process.kill()
         self._process.wait()
         self._close()
-        return death
+        return Death("outside", "did not answer")
 
     def _close(self) -> None:
         self._process.stdin.close()

@@ -80,6 +80,8 @@ class Preparer:
             except RequestError as error:
                 results[row] = error
         for row, ids in zip(pieces, self._encode(list(pieces.values())), strict=True):
+            if isinstance(ids, RequestError):
+                ids.param = "messages" if requests[row].prompt is None else "prompt"
             results[row] = ids
         return results
 
@@ -92,7 +94,7 @@ class Preparer:
         if request.prompt is None:
             template, variables, constants = self._chat(request)
             return self._scaffolding.pieces(template, variables, constants, allow_special=request.allow_special)
-        self._refuse_over_long(request.prompt)
+        self._refuse_over_long(request.prompt, "prompt")
         return self.tokenizer.split_special(request.prompt) if request.allow_special else [request.prompt]
 
     def _chat(self, request: TextRequest) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -109,7 +111,7 @@ class Preparer:
         for position, message in enumerate(request.messages or ()):
             if not isinstance(message, Mapping):
                 raise RequestError("invalid_value", f"'messages.{position}' must be an object", f"messages.{position}")
-            self._refuse_over_long(message.get("content"))
+            self._refuse_over_long(message.get("content"), f"messages.{position}.content")
         variables = {"tools": None, "documents": None, **(request.variables or {}), "messages": request.messages or []}
         constants = {**self._special_texts, "add_generation_prompt": request.add_generation_prompt}
         return compiled(source, self._now), variables, constants
@@ -130,7 +132,7 @@ class Preparer:
                 )
         return list(ids)
 
-    def _refuse_over_long(self, text: Any) -> None:
+    def _refuse_over_long(self, text: Any, param: str) -> None:
         if self._max_tokens is None or not isinstance(text, str) or len(text) < _SURELY_SHORT:
             return
         num_bytes = len(text.encode())
@@ -138,7 +140,8 @@ class Preparer:
         if least > self._max_tokens:
             raise RequestError(
                 "context_length_exceeded",
-                f"a text of {num_bytes} bytes has at least {least} tokens: the limit is {self._max_tokens}",
+                f"'{param}' has {num_bytes} bytes, which are at least {least} tokens: the limit is {self._max_tokens}",
+                param,
             )
 
     @cached_property

@@ -42,7 +42,7 @@ _MAX_BYTES_AWAY = 1 << 20
 _KILLS_BEFORE_CHARGED = 3
 _FAILED_STARTS = 3
 _LOAD_SECONDS = 120.0
-# The helper's own timer ends a job; the service steps in when even that has not worked (a stopped process).
+# A timer of the kernel's ends a job that takes too long; this much later the helper must be stopped or stuck.
 _GRACE_SECONDS = 5.0
 _LOAD_ERRORS = {error.__name__: error for error in (UnsupportedModelError, ModelError, PackError)}
 
@@ -129,6 +129,7 @@ class TextService:
         self._deadline = 0.0
         self._closed = False
         self._helper: HelperProcess | None = None
+        self._ended = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="coremill-text", daemon=True)
         self._thread.start()
@@ -199,7 +200,7 @@ class TextService:
         if self._settings["parent"] != os.getpid():
             raise EngineError("the text service belongs to the process that made it: make a new one after a fork")
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)
         if self._closed:
             raise EngineClosedError("the text service is closed")
 
@@ -230,7 +231,9 @@ class TextService:
         return chunks
 
     def _wake_up(self) -> None:
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            if not self._ended:
+                os.eventfd_write(self._wake, 1)
 
     # ---- the service's thread ----
 
@@ -244,7 +247,7 @@ class TextService:
 
     def _turn(self) -> None:
         """Start, sleep until something happens, act."""
-        if self._helper is None and (self._waiting or self._num_restarts < 0):
+        if self._helper is None and (self._waiting or not self._loaded.is_set()):
             self._start()
         self._send_chunks()
         helper = self._helper
@@ -269,7 +272,7 @@ class TextService:
                 self._bury(helper.reap())
                 return
         if self._is_busy() and time.monotonic() > self._deadline:
-            self._bury(helper.kill(Death("time", "")))
+            self._bury(helper.kill())
 
     def _is_busy(self) -> bool:
         return self._helper is not None and (bool(self._away) or not self._helper.ready)
@@ -363,14 +366,15 @@ class TextService:
     def _finish(self) -> None:
         """Nothing will be answered any more: say so to everybody who waits."""
         if self._helper is not None:
-            self._helper.kill(Death("outside", ""))
+            self._helper.kill()
             self._helper = None
         with self._lock:
             left = [*self._away, *self._waiting]
             self._away.clear()
             self._waiting.clear()
             error = self._failure or EngineClosedError("the text service was closed")
-            self._failure = self._failure or (None if self._closed else error)
+            self._ended = True
+            os.close(self._wake)
         for future in {chunk.batch.future for chunk in left}:
             if not future.done():
                 future.set_exception(error)
