@@ -1,0 +1,319 @@
+"""The coordinator as people use it, on a tiny random model unless a test says otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError, Future, as_completed
+from itertools import pairwise
+
+import psutil
+import pytest
+
+import coremill
+from coremill.config.errors import ConfigError, EngineClosedError, EngineError, ModelError, RequestError
+from coremill.coordinator import Completion, Coordinator
+
+MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_pack):
+    with Coordinator(tiny_pack, ctx=400) as coordinator:
+        yield coordinator
+
+
+def lives(pid: int) -> bool:
+    """A zombie does not: it waits for whatever is process 1 here."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pids, within: float) -> bool:
+    deadline = time.monotonic() + within
+    while any(lives(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_the_package_hands_it_out():
+    assert coremill.Coordinator is Coordinator
+
+
+def test_a_prompt(shared):
+    job = shared.submit("ab cd", max_tokens=5, temperature=0, custom_id="mine")
+    assert isinstance(job, Future)
+    result = job.result(30)
+    assert isinstance(result, Completion)
+    assert (result.custom_id, job.custom_id) == ("mine", "mine")
+    assert result.usage.completion_tokens == len(result.token_ids) <= 5
+    assert result.usage.total_tokens == result.usage.prompt_tokens + len(result.token_ids)
+    assert result.finish_reason == ("length" if len(result.token_ids) == 5 else "stop")
+    timing = result.timing
+    assert timing.worker in (0, 1) and min(timing.queued_s, timing.prefill_s, timing.decode_s) >= 0
+
+
+def test_a_chat_is_its_template_and_token_ids_are_taken_as_they_are(shared):
+    chat = shared.submit(messages=MESSAGES, max_tokens=8, seed=4).result(30)
+    text = shared.submit("hello there", max_tokens=8, seed=4).result(30)  # this model's template adds nothing
+    assert chat.token_ids == text.token_ids
+    ids = [5, 6, 7]
+    assert shared.submit(prompt_ids=ids, max_tokens=3).result(30).usage.prompt_tokens == 3
+
+
+def test_seeds(shared):
+    def tokens(**more):
+        return shared.submit("a", max_tokens=20, **more).result(30).token_ids
+
+    assert tokens(seed=1) == tokens(seed=1) != tokens(seed=2)
+    assert tokens(custom_id="x") == tokens(custom_id="x") != tokens(custom_id="y")
+    assert tokens(seed=-1) == tokens(seed=-1)
+
+
+def test_stop_strings_end_the_text(shared):
+    whole = shared.submit(prompt_ids=[9], max_tokens=60, seed=3).result(30)
+    stop = next(pair for pair in map("".join, pairwise(whole.text)) if pair.isascii() and pair.isalnum())
+    result = shared.submit(prompt_ids=[9], max_tokens=60, seed=3, stop=[stop]).result(30)
+    assert result.text == whole.text[: whole.text.index(stop)]
+    assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({}, "invalid_value"),
+        ({"prompt": "a", "messages": MESSAGES}, "invalid_value"),
+        ({"prompt": 5}, "invalid_value"),
+        ({"prompt": "a", "temperature": 3}, "invalid_value"),
+        ({"prompt": "a", "max_tokens": 0}, "invalid_value"),
+        ({"messages": [{"role": "king", "content": ""}]}, "invalid_value"),
+        ({"prompt": "a", "stop": [""]}, "invalid_value"),
+    ],
+)
+def test_wrong_fields_are_refused_at_once(shared, given, code):
+    with pytest.raises(RequestError) as caught:
+        shared.submit(**given)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"prompt": "xq" * 400}, "context_length_exceeded"),
+        ({"prompt": "a", "max_tokens": 400}, "context_length_exceeded"),
+        ({"prompt_ids": [300], "max_tokens": 1}, "invalid_value"),
+    ],
+)
+def test_what_turns_out_wrong_later_is_raised_by_the_result(shared, given, code):
+    try:
+        job = shared.submit(**given)
+    except RequestError as error:
+        assert error.code == code
+        return
+    with pytest.raises(RequestError) as caught:
+        job.result(30)
+    assert caught.value.code == code
+
+
+def test_many_threads(shared):
+    reference = {n: shared.submit("a b c", max_tokens=20, seed=n).result(30).token_ids for n in range(8)}
+    found: dict[tuple[int, int], tuple] = {}
+
+    def ask(thread: int) -> None:
+        jobs = {shared.submit("a b c", max_tokens=20, seed=n): n for n in range(8)}
+        for job in as_completed(jobs, timeout=60):
+            found[thread, jobs[job]] = job.result().token_ids
+
+    threads = [threading.Thread(target=ask, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 64
+    assert all(tokens == reference[n] for (_, n), tokens in found.items())
+
+
+def test_cancel(shared):
+    jobs = [shared.submit("a", max_tokens=350, seed=n) for n in range(200)]
+    last = jobs[-1]
+    assert last.cancel() and last.cancelled()
+    with pytest.raises(CancelledError):
+        last.result(1)
+    for job in jobs:
+        job.cancel()
+    done = [job for job in jobs if not job.cancelled()]
+    assert all(job.result(0).token_ids for job in done)
+    assert len(shared.submit("a", max_tokens=3, seed=1).result(10).token_ids) > 0
+
+
+def test_stats(shared):
+    shared.submit("a", max_tokens=3).result(30)
+    workers = shared.stats()["workers"]
+    assert sum(worker["decode_tokens"] for worker in workers) > 0
+    assert all(worker["pss_bytes"] for worker in workers)
+
+
+def test_options_and_models_are_checked(tiny_pack, tmp_path):
+    with pytest.raises(ConfigError, match="max_active"):
+        Coordinator(tiny_pack, max_active=0)
+    with pytest.raises(ConfigError):
+        Coordinator(tiny_pack, no_such_option=1)
+    with pytest.raises(ConfigError, match="ctx is 100000"):
+        Coordinator(tiny_pack, ctx=100_000)
+    with pytest.raises(ModelError):
+        Coordinator(tmp_path / "missing.gguf")
+
+
+def test_closed_means_closed(tiny_pack):
+    coordinator = Coordinator(tiny_pack, workers=1)
+    jobs = [coordinator.submit("a", max_tokens=400, seed=n) for n in range(100)]
+    coordinator.close()
+    outcomes = [job.exception(5) for job in jobs]
+    assert all(isinstance(error, EngineClosedError) for error in outcomes if error is not None)
+    assert any(outcomes)
+    with pytest.raises(EngineClosedError):
+        coordinator.submit("a")
+    coordinator.close()
+
+
+def test_made_in_a_thread_that_ends(tiny_pack):
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Coordinator(tiny_pack, workers=1)))
+    thread.start()
+    thread.join()
+    with made[0] as coordinator:
+        assert coordinator.submit("a", max_tokens=2).result(30)
+
+
+def test_a_forked_child_gets_errors_not_hangs(tiny_pack):
+    with Coordinator(tiny_pack, workers=1) as coordinator:
+        job = coordinator.submit("a", max_tokens=2)
+        job.result(30)
+        pending = coordinator.submit("a", max_tokens=400)
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            said = []
+            for attempt in (lambda: coordinator.submit("a"), pending.result, coordinator.stats):
+                try:
+                    attempt()
+                except EngineError as error:
+                    said.append(str(error))
+            coordinator.close()
+            os.write(write_end, json.dumps(said).encode())
+            os._exit(0)
+        os.close(write_end)
+        with open(read_end) as answer:
+            said = json.load(answer)
+        os.waitpid(child, 0)
+        assert len(said) == 3 and all("fork" in text for text in said)
+        assert pending.result(30)
+
+
+SCRIPT = """
+import json, os, sys, time
+from coremill.coordinator import Coordinator
+
+coordinator = Coordinator(sys.argv[1])
+coordinator.wait_ready()
+jobs = [coordinator.submit("a b c", max_tokens=400, seed=n) for n in range(int(sys.argv[2]))]
+pids = [worker["pid"] for worker in coordinator.stats()["workers"]] + [coordinator._text.pid]
+print(json.dumps(pids), flush=True)
+if sys.argv[3] == "wait":
+    time.sleep(60)
+"""
+
+
+def run_script(pack, folder, jobs: int, end: str) -> subprocess.Popen:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+    command = [sys.executable, "-c", SCRIPT, str(pack), str(jobs), end]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+
+
+def test_kill_of_the_coordinator_takes_everything_along(tiny_pack, tmp_path):
+    process = run_script(tiny_pack, tmp_path, 400, "wait")
+    pids = json.loads(process.stdout.readline())
+    assert all(lives(pid) for pid in pids)
+    process.kill()
+    process.wait()
+    assert gone(pids, 1.0)
+    assert list(tmp_path.iterdir()) == []
+    process.communicate()
+
+
+def test_what_a_coordinator_killed_at_start_leaves_is_swept_by_the_next(tiny_pack, tmp_path):
+    stale = tmp_path / "coremill-0123456789abcdef"
+    stale.mkdir(mode=0o700)
+    (stale / "s").touch()
+    others = tmp_path / "coremill-notours"
+    others.mkdir()
+    process = run_script(tiny_pack, tmp_path, 1, "end")
+    assert process.stdout.readline()
+    process.communicate()
+    assert list(tmp_path.iterdir()) == [others]
+
+
+def test_a_program_that_ends_without_close_leaves_nothing(tiny_pack, tmp_path):
+    process = run_script(tiny_pack, tmp_path, 300, "end")
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    assert errors == b""
+    assert gone(json.loads(output), 0.5)
+
+
+def test_kill_of_a_worker_of_the_default_model(smollm2_pack):
+    prompts = [f"Write a short story about the number {n}." for n in range(12)]
+
+    def texts(kill: bool) -> list[str]:
+        with Coordinator(smollm2_pack, max_active=4) as coordinator:
+            coordinator.wait_ready(60)
+            jobs = [coordinator.submit(prompt, max_tokens=40, seed=1) for prompt in prompts]
+            if kill:
+                while not (
+                    busy := [w for w in coordinator.stats()["workers"] if w["active"] and w["decode_tokens"] > 20]
+                ):
+                    time.sleep(0.01)
+                os.kill(busy[0]["pid"], signal.SIGKILL)
+                begun = time.monotonic()
+            found = [job.result(120).text for job in jobs]
+            if kill:
+                assert sum(worker["restarts"] for worker in coordinator.stats()["workers"]) == 1
+                assert gone([busy[0]["pid"]], max(0, begun + 1 - time.monotonic()))
+        return found
+
+    assert texts(kill=True) == texts(kill=False)
+
+
+def test_first_token_of_the_default_model_in_a_second(smollm2_pack):
+    """From exec of a fresh Python to the first token, caches warm; longer when others use the machine meanwhile."""
+    script = (
+        "import sys; from coremill.coordinator import Coordinator\n"
+        "c = Coordinator(sys.argv[1]); print(c.submit('The capital of France is', max_tokens=1, temperature=0)"
+        ".result().text, flush=True); c.close()"
+    )
+    times = []
+    for _ in range(3):
+        slowdown = max(1.0, _slowdown())
+        begun = time.monotonic()
+        process = subprocess.Popen([sys.executable, "-c", script, str(smollm2_pack)], stdout=subprocess.PIPE)
+        assert process.stdout.readline() == b" Paris\n"
+        times.append((time.monotonic() - begun) / slowdown)
+        process.communicate()
+    assert min(times) < 1.0
+
+
+def _slowdown() -> float:
+    """How much longer than alone things take on this machine just now."""
+    wall, cpu = time.monotonic(), time.process_time()
+    while time.process_time() - cpu < 0.1:
+        pass
+    return (time.monotonic() - wall) / 0.1
