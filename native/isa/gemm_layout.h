@@ -29,6 +29,12 @@
 /* Start of the minima in the scales of a block of Q4_1 or Q5_1. */
 #define CM_LEGACY_MIN 32
 
+/* What a tile should fetch of the panels to come: their blocks b with (b & mask) == phase. */
+typedef struct tile_prefetch {
+    ptrdiff_t ahead; /* bytes from this panel to the one to fetch */
+    size_t mask, phase;
+} tile_prefetch;
+
 /* All take a compile-time constant format in the kernels, and vanish. */
 
 static inline int cm_code_bits(int format) {

@@ -201,7 +201,8 @@ static int tile_panels(int format, int num_tokens) {
 
 /* out [num tokens][16] = the panel's 16 rows times tokens token .. token + num - 1. */
 static void gemm_tile(const uint8_t *const *panels, int num_panels, int format, const cm_act *x, int token, int num,
-                      float *out) {
+                      const tile_prefetch *pf, float *out) {
+    (void)pf;
     (void)num_panels;
     if (cm_is_float_format(format))
         float_tile(panels[0], format, x, token, num, out);
