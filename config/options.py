@@ -142,14 +142,20 @@ OPTIONS: tuple[Option, ...] = (
     Option("stats", Text("FILE"), None, "Write the run's figures to this file as one JSON object.",
            ("run",), default_text="none"),
     Option("json", Flag(), False, "Print one JSON object instead of a text for people.",
-           ("doctor", "bench", "bench peer", "inspect", "cache", "perplexity")),
+           ("doctor", "bench", "bench peer", "inspect", "cache ls", "perplexity")),
+    Option("layout", Flag(), False, "Show how each tensor's shape maps from the file to panels.", ("inspect",)),
+    Option("verify", Flag(), False, "Read the whole pack and compare all checksums.", ("pack",)),
+    Option("everything", Flag(), False, "Remove all packs, and fetched models too.", ("cache prune",)),
+    Option("unused_days", Integer(0, 36500, "DAYS"), None, "Also remove packs that nothing has read for this long.",
+           ("cache prune",), default_text="none"),
+    Option("dry_run", Flag(), False, "Only say what would be removed.", ("cache prune",)),
     Option("quick", Flag(), False, "Fewer sizes and shorter runs: a first look in under a minute.", ("bench",)),
     Option("roofline", Flag(), False, "Only the machine's ceilings; needs no model.", ("bench",)),
     Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.", ("bench", "bench peer")),
     Option("concurrency", Integer(1, 4096), 16,
            "Requests open at the peer's server at a time.", ("bench peer",)),
     Option("config", Text("FILE"), None, "TOML file with options.",
-           (*_MODEL, "cache", "doctor"), default_text="none", in_files=False),
+           (*_MODEL, "cache ls", "cache prune", "doctor"), default_text="none", in_files=False),
 )  # fmt: skip
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}

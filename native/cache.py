@@ -343,8 +343,13 @@ def list_packs(root: Path) -> list[CachedPack]:
     return sorted(packs, key=lambda pack: pack.last_used)
 
 
-def prune_cache(root: Path, remove: Sequence[CachedPack]) -> int:
-    """Remove these packs, what killed runs left behind, and notes on sources that are gone. Returns bytes freed.
+def fetched_models(root: Path) -> list[Path]:
+    """Model files that were fetched by a short name."""
+    return _files(root / "models", ".gguf")
+
+
+def prune_cache(root: Path, remove: Sequence[Path]) -> int:
+    """Remove these files, what killed runs left behind, and notes on sources that are gone. Returns bytes freed.
 
     Running workers keep the packs they have mapped until they end.
 
@@ -357,9 +362,9 @@ def prune_cache(root: Path, remove: Sequence[CachedPack]) -> int:
     try:
         if (root / "packs").is_dir():
             freed += sweep_temporaries(root / "packs")
-        for pack in remove:
-            pack.path.unlink(missing_ok=True)
-            freed += pack.nbytes
+        for path in remove:
+            freed += path.stat().st_size
+            path.unlink()
         for memo in _files(root / "sources", ".json"):
             known = _read_memo(memo)
             if known is None or any(source.change() for source in known[0]):

@@ -30,6 +30,7 @@ from coremill.native.packfile import (
     SECTIONS,
     TENSOR_ALIGN,
     VECTOR_ALIGN,
+    PackFile,
     build_header,
 )
 from coremill.native.token_bytes import build_token_bytes
@@ -158,25 +159,56 @@ def write_pack(
         PackError: the disk is full, or the folder or file cannot be written; names the remedy.
     """
     plan = PackPlan(gguf)
-    sections = _small_sections(gguf, plan, source)
-    # The directory holds checksums of the data, so its room is found with zeros in their place.
-    sections["directory"] = _directory(plan, 0)
-    offset, placed = HEADER_BYTES, {}
-    for name in SECTIONS:
-        placed[name] = offset
-        offset = _align(offset + len(sections[name]), SECTION_ALIGN)
-    data_offset = _align(offset, DATA_ALIGN)
-    with output_file(out, data_offset + plan.data_length) as fd:
-        tables_checksum = _write_tables(fd, plan, data_offset)
-        _write_matrices(fd, gguf, plan, data_offset, progress or _no_progress)
-        _write_vectors(fd, gguf, plan, data_offset)
-        sections["directory"] = _directory(plan, tables_checksum)
-        for name in SECTIONS:
-            _write(fd, sections[name], placed[name])
-        where = {name: (zlib.crc32(sections[name]), placed[name], len(sections[name])) for name in SECTIONS}
-        _write(fd, build_header(key, where, data_offset, plan.data_length), 0)
+    frame = _Frame(gguf, plan, source)
+    with output_file(out, frame.data_offset + plan.data_length) as fd:
+        _write_matrices(fd, gguf, plan, frame.data_offset, progress or _no_progress)
+        frame.write(fd, gguf, key)
         if before_publishing:
             before_publishing()
+
+
+def preview_pack(gguf: GGUFFile) -> PackFile:
+    """The pack a model would get, with holes for its matrices, in anonymous memory that only the rest takes.
+
+    For questions about a model that are not worth packing it. Raises UnsupportedModelError as `write_pack` does.
+    """
+    plan = PackPlan(gguf)
+    frame = _Frame(gguf, plan, {"name": gguf.path.name})
+    fd = os.memfd_create("coremill-preview", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, frame.data_offset + plan.data_length)
+        frame.write(fd, gguf, "00" * 16)
+        return PackFile(gguf.path, fd, os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+class _Frame:
+    """Everything of a pack but the matrices: header, sections, panel tables, vectors."""
+
+    def __init__(self, gguf: GGUFFile, plan: PackPlan, source: dict[str, Any]) -> None:
+        self.plan = plan
+        self.sections = _small_sections(gguf, plan, source)
+        # The directory holds checksums of the data, so its room is found with zeros in their place.
+        self.sections["directory"] = _directory(plan, 0)
+        self.offsets, offset = {}, HEADER_BYTES
+        for name in SECTIONS:
+            self.offsets[name] = offset
+            offset = _align(offset + len(self.sections[name]), SECTION_ALIGN)
+        self.data_offset = _align(offset, DATA_ALIGN)
+
+    def write(self, fd: int, gguf: GGUFFile, key: str) -> None:
+        """Once the plan has the checksums of the matrices."""
+        tables_checksum = _write_tables(fd, self.plan, self.data_offset)
+        _write_vectors(fd, gguf, self.plan, self.data_offset)
+        self.sections["directory"] = _directory(self.plan, tables_checksum)
+        where = {}
+        for name in SECTIONS:
+            content, offset = self.sections[name], self.offsets[name]
+            where[name] = (zlib.crc32(content), offset, len(content))
+            _write(fd, content, offset)
+        _write(fd, build_header(key, where, self.data_offset, self.plan.data_length), 0)
 
 
 def _small_sections(gguf: GGUFFile, plan: PackPlan, source: dict[str, Any]) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,18 +56,8 @@ def bind(
     _check_geometry(pack, arena)
     weights = map_weights(pack)
     try:
-        config = ffi.new("cm_engine_config *")
-        keep: list[Any] = [config, arena]
-        config.weights, config.weights_len = weights.pointer(), weights.length
-        _set_plan(ffi, lib, config, keep, pack, plan)
-        _set_rope(ffi, config, keep, pack)
-        spec, geometry = pack.spec, arena.geometry
-        config.vocab_size, config.max_positions = spec.vocab_size, min(spec.context_length, 1 << 30)
-        config.max_step_tokens, config.max_sequences = max_step_tokens, max_sequences
+        config, keep = _configure(pack, plan, weights.pointer(), arena, max_step_tokens, max_sequences)
         config.all_logits, config.profile, config.threads = all_logits, profile, threads
-        config.arena, config.arena_len = arena.pointer(), arena.length
-        config.num_blocks, config.num_layers = geometry.num_blocks, geometry.num_layers
-        config.num_kv_heads, config.head_dim = geometry.num_kv_heads, geometry.head_dim
         if cores:
             config.cores = _array(ffi, keep, "int32_t[]", _cores(cores, threads))
         if progress is not None:
@@ -80,6 +71,52 @@ def bind(
         weights.close()
         raise
     return BoundEngine(engine, weights, keep, lib)
+
+
+def scratch_bytes(pack: PackFile, plan: Plan, *, max_step_tokens: int, max_sequences: int, threads: int = 1) -> int:
+    """`WorkerModel.scratch_bytes` of a worker, without making one; the weights are not read.
+
+    Raises:
+        EngineError: no engine can be made of this plan and pack.
+    """
+    from coremill.config.arena import ArenaGeometry
+    from coremill.native import ffi, lib
+    from coremill.native.arena import create_arena, map_arena
+
+    geometry = ArenaGeometry.for_model(pack.spec, 1)
+    fd = create_arena(geometry)
+    try:
+        with map_arena(fd, geometry) as arena:
+            weights = ffi.from_buffer("uint8_t[]", pack.data(0, pack.data_length))
+            config, _keep = _configure(pack, plan, weights, arena, max_step_tokens, max_sequences)
+            config.threads = threads
+            err = ffi.new("char[]", 512)
+            needed = lib.cm_engine_scratch_needed(config, err, len(err))
+    finally:
+        os.close(fd)
+    if not needed:
+        raise EngineError(f"{pack.path}: {ffi.string(err).decode(errors='replace')}")
+    return needed
+
+
+def _configure(
+    pack: PackFile, plan: Plan, weights: Any, arena: ArenaMap, max_step_tokens: int, max_sequences: int
+) -> tuple[Any, list[Any]]:
+    """A `cm_engine_config` that lacks threads and cores, and what keeps its pointers alive."""
+    from coremill.native import ffi, lib
+
+    config = ffi.new("cm_engine_config *")
+    keep: list[Any] = [config, arena]
+    config.weights, config.weights_len = weights, pack.data_length
+    _set_plan(ffi, lib, config, keep, pack, plan)
+    _set_rope(ffi, config, keep, pack)
+    spec, geometry = pack.spec, arena.geometry
+    config.vocab_size, config.max_positions = spec.vocab_size, min(spec.context_length, 1 << 30)
+    config.max_step_tokens, config.max_sequences = max_step_tokens, max_sequences
+    config.arena, config.arena_len = arena.pointer(), arena.length
+    config.num_blocks, config.num_layers = geometry.num_blocks, geometry.num_layers
+    config.num_kv_heads, config.head_dim = geometry.num_kv_heads, geometry.head_dim
+    return config, keep
 
 
 def _check_geometry(pack: PackFile, arena: ArenaMap) -> None:

@@ -163,7 +163,8 @@ static int set_tables(cm_engine *e, const cm_engine_config *c) {
     return 0;
 }
 
-cm_engine *cm_engine_create(const cm_engine_config *c, char *err, size_t err_len) {
+/* Checked and complete but for scratch and threads. */
+static cm_engine *prepare(const cm_engine_config *c, char *err, size_t err_len) {
     if (!cm_active()) {
         snprintf(err, err_len, "no instruction set has been selected");
         return NULL;
@@ -177,12 +178,26 @@ cm_engine *cm_engine_create(const cm_engine_config *c, char *err, size_t err_len
     }
     e->kernels = cm_active();
     set_numbers(e, c);
-    if (set_tables(e, c) < 0)
-        snprintf(err, err_len, "out of memory for a plan of %d operations", c->num_ops);
-    else if (map_scratch(e, err, err_len) == 0 && (e->team = cm_team_create(c->threads, c->cores, err, err_len)))
+    if (set_tables(e, c) == 0)
+        return e;
+    snprintf(err, err_len, "out of memory for a plan of %d operations", c->num_ops);
+    cm_engine_destroy(e);
+    return NULL;
+}
+
+cm_engine *cm_engine_create(const cm_engine_config *c, char *err, size_t err_len) {
+    cm_engine *e = prepare(c, err, err_len);
+    if (!e || (map_scratch(e, err, err_len) == 0 && (e->team = cm_team_create(c->threads, c->cores, err, err_len))))
         return e;
     cm_engine_destroy(e);
     return NULL;
+}
+
+uint64_t cm_engine_scratch_needed(const cm_engine_config *c, char *err, size_t err_len) {
+    cm_engine *e = prepare(c, err, err_len);
+    uint64_t bytes = e ? CM_ROUND_UP(place(e, NULL), HUGE_PAGE) : 0;
+    cm_engine_destroy(e);
+    return bytes;
 }
 
 void cm_engine_destroy(cm_engine *e) {

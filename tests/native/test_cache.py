@@ -304,7 +304,7 @@ def test_list_and_prune(tmp_path, root):
     models[0].unlink()
     listed = {pack.path: pack for pack in list_packs(root)}
     assert listed[packs[0]].sources == () and listed[packs[1]].sources
-    freed = prune_cache(root, [pack for pack in listed.values() if not pack.sources])
+    freed = prune_cache(root, [pack.path for pack in listed.values() if not pack.sources])
     assert freed == listed[packs[0]].nbytes
     assert [name.split("/")[0] for name in files(root)] == ["packs", "sources"] and packs[1].exists()
     assert list_packs(tmp_path / "nowhere") == []
