@@ -9,7 +9,6 @@ happen anyway (`n: 1`), or is refused by its name.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -253,6 +252,8 @@ def _refuse_other_fields(given: Mapping[str, Any], kind: Kind) -> None:
             continue
         no_ops = _DEFAULTS[kind].get(name)
         if no_ops is None:
+            import difflib  # costs more to import than most runs need
+
             close = difflib.get_close_matches(name, sorted(_FIELDS[kind]), n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise RequestError("unknown_parameter", f"{shown(name)} is not a field of a {kind} request{hint}", name)

@@ -37,26 +37,35 @@ class Rates:
         return (prefill - prefill_then) / span, (decode - decode_then) / span
 
 
-def progress_line(progress: Progress, rates: tuple[float, float]) -> str:
-    done = progress.num_skipped + progress.num_results + progress.num_errors
+def share_done(progress: Progress, plan: Plan | None, num_tokens: int) -> float | None:
+    """How far this run is, 0 to 1; None when nobody knows how many rows there are.
+
+    By rows or by tokens, whichever is further: rows end together when they are equally long, and tokens are counted
+    against an upper bound. num_tokens: computed by this run so far.
+    """
     if progress.num_rows is None:
-        rows = f"{done:,} rows"
-    else:
-        about = "" if progress.input_ended else "about "
-        rows = f"{done:,} of {about}{progress.num_rows:,} rows ({_share(done, progress.num_rows):.0%})"
-    errors = f", {progress.num_errors:,} failed" if progress.num_errors else ""
-    left = seconds_left(progress)
-    ends = f", about {format_seconds(left)} left" if left is not None else ""
-    return f"{rows}{errors}; {rates[0]:,.0f} prompt + {rates[1]:,.0f} new tokens/s{ends}"
-
-
-def seconds_left(progress: Progress) -> float | None:
-    """By the pace of this run's rows; None until there is one."""
-    finished = progress.num_results + progress.num_errors
-    if progress.num_rows is None or progress.num_results < 3:
         return None
-    left = progress.num_rows - progress.num_skipped - finished
-    return max(0.0, progress.seconds / finished * left)
+    num_rows = progress.num_rows - progress.num_skipped
+    if num_rows <= 0:
+        return 1.0
+    share = (progress.num_results + progress.num_errors) / num_rows
+    if plan is not None and plan.num_rows:
+        planned = (plan.prompt_tokens + plan.max_new_tokens) / plan.num_rows * num_rows
+        share = max(share, num_tokens / planned)
+    return min(1.0, share)
+
+
+def progress_line(progress: Progress, share: float | None, rates: tuple[float, float]) -> str:
+    done = progress.num_skipped + progress.num_results + progress.num_errors
+    line = f"{done:,} rows"
+    if progress.num_rows is not None:
+        line = f"{done:,} of {'' if progress.input_ended else 'about '}{progress.num_rows:,} rows"
+    if progress.num_errors:
+        line += f", {progress.num_errors:,} failed"
+    line += f"; {rates[0]:,.0f} prompt + {rates[1]:,.0f} new tokens/s"
+    if share is not None and share > 0.02:
+        line += f"; {share:.0%}, about {format_seconds(progress.seconds * (1 - share) / share)} left"
+    return line
 
 
 def worker_table(workers: list[dict[str, Any]], seconds: float) -> list[str]:
@@ -101,10 +110,6 @@ def worker_table(workers: list[dict[str, Any]], seconds: float) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 1.0
-
-
 class PlainReporter(Reporter):
     """Lines: the plan, progress every PLAIN_SECONDS, what happens to workers."""
 
@@ -113,6 +118,7 @@ class PlainReporter(Reporter):
         self._next_line = 0.0
         self._packing = -1
         self._rates = Rates()
+        self._plan: Plan | None = None
         self._setting = Setting()
         self._format_note = ""
         self._stats: Callable[[], dict[str, Any]] | None = None
@@ -134,16 +140,16 @@ class PlainReporter(Reporter):
             self.say(f"{stage}: {25 * quarter} %")
 
     def plan(self, plan: Plan, num_rows: int | None, num_skipped: int) -> None:
+        self._plan = plan
         for line in plan_lines(plan, self._setting, num_rows, num_skipped, self._format_note):
             self.say(line)
 
     def progress(self, progress: Progress) -> None:
         if progress.seconds < self._next_line:
             return
-        if self._next_line:
-            self.say(progress_line(progress, self._sample(self._workers())))
-        else:
-            self._sample(self._workers())
+        line, _, _ = self._state(progress)
+        if self._next_line:  # nothing has happened yet the first time
+            self.say(line)
         self._next_line = progress.seconds + PLAIN_SECONDS
 
     def worker_event(self, event: dict[str, Any]) -> None:
@@ -155,12 +161,12 @@ class PlainReporter(Reporter):
     def close(self) -> None:
         """Ends the live view, if there is one."""
 
-    def _workers(self) -> list[dict[str, Any]]:
-        return self._stats()["workers"] if self._stats else []
-
-    def _sample(self, workers: list[dict[str, Any]]) -> tuple[float, float]:
-        totals = (sum(worker[name] for worker in workers) for name in ("prefill_tokens", "decode_tokens"))
-        return self._rates.add(time.monotonic(), *totals)
+    def _state(self, progress: Progress) -> tuple[str, float | None, list[dict[str, Any]]]:
+        """(line of text, share done, workers)."""
+        workers = self._stats()["workers"] if self._stats else []
+        prefill, decode = (sum(worker[name] for worker in workers) for name in ("prefill_tokens", "decode_tokens"))
+        share = share_done(progress, self._plan, prefill + decode)
+        return progress_line(progress, share, self._rates.add(time.monotonic(), prefill, decode)), share, workers
 
 
 class LiveReporter(PlainReporter):
@@ -177,18 +183,15 @@ class LiveReporter(PlainReporter):
 
     def say(self, text: str) -> None:
         with self._lock:
-            self._console.print(text, soft_wrap=True)
+            self._console.print(text)
 
     def packing(self, stage: str, done: int, total: int) -> None:
-        self._draw([f"{stage} {_bar(_share(done, total))} {_share(done, total):.0%}"])
+        share = done / total if total else 1.0
+        self._draw([f"{stage} {_bar(share)} {share:.0%}"])
 
     def progress(self, progress: Progress) -> None:
-        workers = self._workers()
-        line = progress_line(progress, self._sample(workers))
-        if progress.num_rows is not None:
-            done = progress.num_skipped + progress.num_results + progress.num_errors
-            line = f"{_bar(_share(done, progress.num_rows))} {line}"
-        self._draw([line, *worker_table(workers, progress.seconds)])
+        line, share, workers = self._state(progress)
+        self._draw(([] if share is None else [_bar(share)]) + [line, *worker_table(workers, progress.seconds)])
 
     def close(self) -> None:
         self._live.stop()

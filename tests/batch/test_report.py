@@ -1,0 +1,212 @@
+"""What people are told: numbers that add up, and nothing a terminal would obey."""
+
+import json
+import signal
+
+import pytest
+
+from coremill.config.printable import printable, shortened
+from coremill.coordinator.batch.plan import Plan, Setting, estimate_seconds, format_seconds, plan_lines, shared_tokens
+from coremill.coordinator.batch.report import (
+    PlainReporter,
+    Rates,
+    progress_line,
+    result_lines,
+    share_done,
+    worker_table,
+)
+from coremill.coordinator.batch.results import read_results
+from coremill.coordinator.batch.runner import Outcome, Progress
+from coremill.coordinator.batch.summary import exit_code, stats_object, summary_lines
+
+WORKER = {
+    "worker": 0, "pid": 7, "cores": [0, 2], "state": "ready", "active": 3, "prefill_tokens": 1000, "decode_tokens": 500,
+    "busy_seconds": 5.0, "mean_batch": 2.5, "pss_bytes": 3 << 20, "pss_private_bytes": None, "restarts": 1,
+}  # fmt: skip
+
+
+def plan(**changes):
+    figures = {
+        "num_read": 10, "whole": True, "num_rows": 8, "num_unfit": 2, "prompt_tokens": 800, "max_new_tokens": 80,
+        "shared_tokens": 300,
+    }  # fmt: skip
+    return Plan(**{**figures, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[31mb\x1b]0;title\x07c", "a[31mb]0;titlec"),
+        ("a\nb\r\n\tc", "a b c"),
+        ("\x9b2Ja\x7f\x00", "2Ja"),
+        ("abc\u202edef\u2066", "abcdef"),
+        ("naïve 数据 👩‍🔬", "naïve 数据 👩‍🔬"),
+        ("half \ud83d", "half "),
+    ],
+)
+def test_control_characters_are_stripped(text, shown):
+    assert printable(text) == shown
+
+
+def test_shortened():
+    assert shortened("  a  b ", 10) == "a b"
+    assert shortened("x" * 10**7, 5) == "xxxx…"
+    assert len(shortened("word " * 1000, 40)) <= 40
+
+
+def test_results_shown_are_safe(batch):
+    batch.write([{"custom_id": "evil \x1b[2J", "prompt": "x"}])
+    batch.run()
+    rows = read_results(str(batch.out), 5)
+    rows[0]["response"]["body"]["choices"][0]["text"] = "\x1b]52;c;x\x07 hello"
+    (line,) = result_lines(rows, 40)
+    assert "\x1b" not in line and "\x07" not in line and "hello" in line
+
+
+def test_shared_tokens_is_what_a_prefix_tree_saves():
+    prompts = [(1, 2, 3), (1, 2, 4), (1, 2, 3), (5,), (1,), ()]
+    nodes = {prompt[:length] for prompt in prompts for length in range(1, len(prompt) + 1)}
+    assert shared_tokens(prompts) == sum(map(len, prompts)) - len(nodes) == 6
+    assert shared_tokens([]) == 0
+
+
+def test_plan_lines():
+    setting = Setting(groups=(((0,), "a core"), ((1,), "a core")), memory=(("weights", 1 << 20),), ctx=64)
+    text = "\n".join(plan_lines(plan(), setting, 10, 0, "JSON lines"))
+    for part in (
+        "10 rows",
+        "800 in prompts",
+        "at most 80",
+        "300 prompt tokens",
+        "--ctx 64: 2",
+        "1 MiB",
+        "2 on cores 0, 1",
+    ):
+        assert part in text
+    assert "about" not in text
+    text = "\n".join(plan_lines(plan(whole=False), setting, 5000, 4, "JSON lines"))
+    assert "about 5,000 rows" in text and "4 of those read so far are finished" in text and "over the first 10" in text
+    assert "unknown number" in plan_lines(plan(whole=False), setting, None, 0, "text")[0]
+
+
+def test_estimate_scales_with_rows_and_is_silent_without_figures():
+    setting = Setting(multiplies=10**6, rate=1e9)
+    assert estimate_seconds(plan(), setting, 80) == pytest.approx(10 * estimate_seconds(plan(), setting, 8))
+    assert estimate_seconds(plan(), Setting(), 8) is None
+    assert estimate_seconds(plan(num_rows=0), setting, 8) is None
+
+
+def test_share_done_is_by_rows_or_tokens():
+    progress = Progress(num_read=8, num_results=2, num_rows=8)
+    assert share_done(progress, None, 0) == 0.25
+    assert share_done(progress, plan(), 440) == 0.5
+    assert share_done(progress, plan(), 10**9) == 1.0
+    assert share_done(Progress(num_read=8, num_results=2), plan(), 440) is None
+    assert share_done(Progress(num_read=4, num_skipped=4, num_rows=4), None, 0) == 1.0
+
+
+def test_progress_line():
+    progress = Progress(num_read=8, num_results=2, num_errors=1, num_rows=8, input_ended=True, seconds=10)
+    assert progress_line(progress, 0.5, (100.0, 50.4)) == (
+        "3 of 8 rows, 1 failed; 100 prompt + 50 new tokens/s; 50%, about 10 s left"
+    )
+    assert progress_line(Progress(num_results=5), None, (0, 0)) == "5 rows; 0 prompt + 0 new tokens/s"
+
+
+def test_rates_forget():
+    rates = Rates()
+    assert rates.add(0.0, 0, 0) == (0, 0)
+    assert rates.add(1.0, 100, 10) == (100, 10)
+    for second in range(2, 12):
+        latest = rates.add(float(second), 100, 10 * second)
+    assert latest == (0, 10)
+
+
+def test_worker_table_lines_up():
+    lines = worker_table([WORKER, {**WORKER, "worker": 11, "pss_bytes": None}], 10.0)
+    assert len({len(line) for line in lines}) == 1
+    assert "0,2" in lines[1] and "150" in lines[1] and "50%" in lines[1] and "3 MiB" in lines[1]
+
+
+def test_seconds_for_people():
+    assert [format_seconds(s) for s in (0.04, 9.96, 12.4, 61, 3599.7, 7300)] == [
+        "0.0 s", "10.0 s", "12 s", "1 min 1 s", "1 h 0 min", "2 h 1 min",
+    ]  # fmt: skip
+
+
+def outcome(**changes):
+    progress = Progress(
+        num_read=20, num_skipped=5, num_results=12, num_errors=3, num_rows=20, input_ended=True, seconds=2
+    )
+    progress.prompt_tokens, progress.completion_tokens = 100, 50
+    return Outcome(progress, **{"results_before": 4, "errors_before": 1, "error_codes": {"invalid_json": 3}, **changes})
+
+
+def test_exit_codes():
+    assert exit_code(outcome()) == 3
+    clean = Outcome(Progress(num_read=2, num_results=2))
+    assert exit_code(clean) == 0
+    clean.num_changed = 1
+    assert exit_code(clean) == 5
+    clean.stopped = "strict"
+    assert exit_code(clean) == 6
+    clean.stopped = signal.SIGINT
+    assert exit_code(clean) == 130
+    assert exit_code(outcome(stopped=signal.SIGTERM)) == 143
+
+
+def test_summary_adds_up():
+    text = "\n".join(summary_lines(outcome(), "o.jsonl", "e.jsonl", 0.5))
+    assert "20 read = 5 finished by earlier runs + 12 results + 3 failed" in text
+    assert "3 invalid_json" in text and "o.jsonl has 16 results" in text and "e.jsonl has 4 failed rows" in text
+    assert "150; 75 tokens/s" in text
+    stopped = outcome(stopped=signal.SIGINT)
+    stopped.progress.num_results, stopped.progress.input_ended = 2, False
+    text = "\n".join(summary_lines(stopped, "o", "e", 0.5))
+    assert "2 results + 3 failed + 10 not finished" in text and "not all of the input was read" in text
+
+
+def test_warnings_name_rows_safely():
+    text = "\n".join(
+        summary_lines(
+            outcome(num_changed=30, changed=[(7, "row \x1b[2J")], num_gone=2, num_dropped_errors=1, num_unrecorded=4),
+            "o",
+            "e",
+            1,
+        )
+    )
+    assert "30 rows of the input have changed" in text and "line 7 ('row [2J')" in text
+    assert "2 rows finished by earlier runs" in text and "1 rows that failed" in text and "of 4 finished rows" in text
+
+
+def test_statistics_have_the_names_scripts_rely_on():
+    stats = stats_object(outcome(), {"workers": [WORKER], "queue": {}, "startup_seconds": 9}, 0.5)
+    assert json.loads(json.dumps(stats)) == stats
+    assert {
+        "rows",
+        "errors",
+        "seconds",
+        "startup_seconds",
+        "prompt_tokens",
+        "cached_tokens",
+        "completion_tokens",
+    } < set(stats)
+    assert (stats["rows"], stats["errors"], stats["startup_seconds"], stats["workers"]) == (20, 4, 0.5, [WORKER])
+
+
+def test_plain_reporter(capsys):
+    reporter = PlainReporter()
+    reporter.attach(Setting(ctx=64), "JSON lines", lambda: {"workers": [WORKER]})
+    reporter.plan(plan(), 10, 0)
+    for second in (0.0, 1.0, 4.9, 5.1, 6.0, 11.0):
+        reporter.progress(Progress(num_read=8, num_results=2, num_rows=8, seconds=second))
+    reporter.worker_event({"event": "worker_died", "worker": 0, "cause": "killed by SIGKILL"})
+    reporter.worker_event({"event": "worker_ready", "worker": 0})
+    for done in range(0, 101):
+        reporter.packing("packing", done, 100)
+    reporter.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("coremill: ") for line in lines)
+    assert sum("tokens/s" in line for line in lines) == 2
+    assert sum("killed by SIGKILL" in line for line in lines) == 1
+    assert sum("packing" in line for line in lines) == 5
