@@ -34,7 +34,7 @@ class Settings:
 
     endpoint: ZeroMQ address; identity: the worker's routing id there; cores: CPUs it has been pinned to;
     pack: path of the pack file; arena: fields of ArenaGeometry; counters_fd: this worker's CounterPage;
-    step_tokens: rows of a step, which is also the longest prefill chunk; stop_ids: tokens that end generation.
+    step_tokens: rows of a step, which is also the longest prefill chunk.
     """
 
     KIND: ClassVar[int] = 1
@@ -48,7 +48,6 @@ class Settings:
     counters_fd: int
     max_active: int
     step_tokens: int
-    stop_ids: tuple[int, ...]
     profile: bool
 
 
@@ -78,7 +77,8 @@ class Begin:
     """A sequence, whole. tokens: prompt, then whatever was generated in earlier leases.
 
     The first `computed` tokens are already in the arena. blocks: the block table from position 0.
-    max_tokens counts all generated tokens, those of earlier leases included. stop: byte strings.
+    max_tokens counts all generated tokens, those of earlier leases included. stop: byte strings that end the text,
+    stop_ids: tokens that end it.
     alone_until: it may have crashed a worker, so no other sequence shares its steps until more than this many
     of its tokens are computed; None when nothing is held against it.
     """
@@ -97,6 +97,7 @@ class Begin:
     min_p: float
     seed: int
     stop: tuple[bytes, ...]
+    stop_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,9 +97,7 @@ class Engine:
         if self._thread is not None or self._shell is not None:
             raise EngineError("the engine has been started before")
         self._begun = time.monotonic()
-        self._storage = Storage(self.pack_path, self.config, self.groups)
-        if self._stop_ids is not None:
-            self._storage.stop_ids = tuple(self._stop_ids)
+        self._storage = Storage(self.pack_path, self.config, self.groups, self._stop_ids)
         try:
             self._shell = Shell(
                 self._storage, self.config, self.groups, self._worker_command, self._finished, self._on_event

@@ -84,10 +84,12 @@ class Slot:
 
 
 class Scheduler:
-    """See the module. `advance` is the only door; `check` may be called at any time."""
+    """See the module. `advance` is the only door; `check` may be called at any time. stop_ids: tokens that end
+    generation."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, stop_ids: Iterable[int] = ()) -> None:
         self.limits = limits
+        self.stop_ids = tuple(stop_ids)
         self.blocks = BlockPool(limits.num_blocks)
         self.slots = [Slot(index) for index in range(limits.num_workers)]
         self.waiting = WaitingLine()
@@ -372,6 +374,7 @@ class Scheduler:
             min_p=request.min_p,
             seed=request.seed,
             stop=request.stop,
+            stop_ids=self.stop_ids,
         )
         self._out.append(Send(slot.index, begin))
 

@@ -69,18 +69,10 @@ class Shell:
         self._on_finish, self._on_event = on_finish, on_event
         self.pool = WorkerPool(groups, worker_command)
         self.places = Places(groups)
-        self.scheduler = Scheduler(
-            Limits(
-                num_workers=len(groups),
-                max_active=config.max_active,
-                num_blocks=storage.geometry.num_blocks,
-                max_length=storage.max_length,
-                vocab_size=storage.pack.spec.vocab_size,
-            )
-        )
         self._workers: dict[bytes, WorkerProcess] = {}
         self._measuring: dict[int, tuple[Future, set[int]]] = {}
         self._num_requests = 0
+        self._closing = False
         self._transport: Transport | None = None
         self._poller = zmq.Poller()
         try:
@@ -89,9 +81,19 @@ class Shell:
             self._transport = Transport()
             self._poller.register(self._transport.socket, zmq.POLLIN)
             self._brief(list(self._workers.values()))
+            self.scheduler = Scheduler(self._limits(), storage.stop_ids)
         except BaseException:
             self.close()
             raise
+
+    def _limits(self) -> Limits:
+        return Limits(
+            num_workers=len(self.pool.groups),
+            max_active=self.config.max_active,
+            num_blocks=self._storage.geometry.num_blocks,
+            max_length=self._storage.max_length,
+            vocab_size=self._storage.pack.spec.vocab_size,
+        )
 
     @property
     def all_ready(self) -> bool:
@@ -126,6 +128,7 @@ class Shell:
 
     def close(self) -> None:
         """End all workers, wait for them, leave nothing behind."""
+        self._closing = True
         deadline = time.monotonic() + _FAREWELL_MS / 1000
         while self._transport and self._workers and (left := deadline - time.monotonic()) > 0:
             active = dict(self._poller.poll(left * 1000))
@@ -208,7 +211,7 @@ class Shell:
         place = self.places[worker.index]
         place.state, place.pid, place.last_death = "starting", None, death.cause
         self._measured(None, worker.index)
-        if self.scheduler.closed is None:
+        if not self._closing:
             traceback = worker.failure.traceback if worker.failure else ""
             died = {"event": "worker_died", "worker": worker.index, "pid": worker.pid, "cause": death.cause}
             self._on_event(died | {"traceback": traceback})
@@ -272,6 +275,5 @@ class Shell:
             counters_fd=self.places[worker.index].page_fd,
             max_active=self.config.max_active,
             step_tokens=self.config.step_tokens,
-            stop_ids=storage.stop_ids,
             profile=self.config.profile,
         )

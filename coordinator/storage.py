@@ -22,12 +22,22 @@ from coremill.native.packfile import open_pack
 class Storage:
     """An open pack, and an arena for it.
 
+    Args:
+        stop_ids: tokens that end generation; None: those of the model.
+
     Attributes:
         max_length: tokens of the longest request.
         geometry: the arena's sizes; arena_fd: its memory.
     """
 
-    def __init__(self, pack_path: str | Path, config: EngineConfig, groups: Sequence[CoreGroup]) -> None:
+    def __init__(
+        self,
+        pack_path: str | Path,
+        config: EngineConfig,
+        groups: Sequence[CoreGroup],
+        stop_ids: Sequence[int] | None = None,
+    ) -> None:
+        self._stop_ids = stop_ids
         self.pack = open_pack(pack_path)
         try:
             spec = self.pack.spec
@@ -64,7 +74,9 @@ class Storage:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end generation."""
+        """Tokens that end generation; from the whole vocabulary, which takes a while to read."""
+        if self._stop_ids is not None:
+            return tuple(self._stop_ids)
         return end_of_generation_ids(self.pack.tokenizer)
 
     def close(self) -> None:

@@ -82,7 +82,6 @@ def _make_loop(channel, model, token_bytes, settings, counters):
         channel,
         model,
         token_bytes,
-        stop_ids=settings.stop_ids,
         step_tokens=settings.step_tokens,
         counters=counters,
         measure=lambda: measure_memory(os.path.realpath(settings.pack), ARENA_NAME),

@@ -50,7 +50,6 @@ class WorkerLoop:
 
     Args:
         token_bytes: bytes of each token id, b"" for those that are not shown.
-        stop_ids: tokens that end generation.
         step_tokens: rows of a step and longest prefill chunk.
         counters: this worker's page.
         measure: this process' memory.
@@ -62,7 +61,6 @@ class WorkerLoop:
         model: Model,
         token_bytes: SequenceOf[bytes],
         *,
-        stop_ids: SequenceOf[int],
         step_tokens: int,
         counters: CounterPage,
         measure,
@@ -71,7 +69,6 @@ class WorkerLoop:
         self.model = model
         self.batch = model.new_batch()
         self.token_bytes = token_bytes
-        self.stop_ids = frozenset(stop_ids)
         self.step_tokens = step_tokens
         self.counters = counters
         self.measure = measure
@@ -156,7 +153,7 @@ class WorkerLoop:
             if output.status != "ok":
                 failed.append(sequence.lease)
                 continue
-            shown, reason = sequence.choose(output.token, self.token_bytes[output.token], self.stop_ids)
+            shown, reason = sequence.choose(output.token, self.token_bytes[output.token])
             tokens.append((sequence.lease, output.token, shown))
             if reason is not None:
                 finished.append((sequence.lease, reason))

@@ -29,6 +29,7 @@ class Sequence:
         "max_tokens",
         "num_prompt",
         "sample",
+        "stop_ids",
         "tokens",
     )
 
@@ -41,6 +42,7 @@ class Sequence:
         self.max_tokens = begin.max_tokens
         self.alone_until = begin.alone_until
         self.sample = SampleSpec(begin.temperature, begin.top_p, begin.top_k, begin.min_p, begin.seed)
+        self.stop_ids = begin.stop_ids
         self.matcher = StopMatcher(begin.stop)
         for token in self.tokens[self.num_prompt :]:  # what earlier leases generated has been shown already
             self.matcher.feed(token_bytes[token])
@@ -59,13 +61,13 @@ class Sequence:
         """Pending tokens that have room in blocks."""
         return min(self.num_pending, len(self.blocks) * BLOCK_TOKENS - self.computed)
 
-    def choose(self, token: int, piece: bytes, stop_ids: frozenset[int]) -> tuple[bytes, str | None]:
+    def choose(self, token: int, piece: bytes) -> tuple[bytes, str | None]:
         """Append a generated token; the bytes it lets us show, and "stop" or "length" when it is the last."""
         self.tokens.append(token)
         shown, stopped = self.matcher.feed(piece)
         if stopped:
             return shown, "stop"
-        if token in stop_ids:
+        if token in self.stop_ids:
             return shown + self.matcher.flush(), "stop"
         if len(self.tokens) - self.num_prompt >= self.max_tokens:
             return shown + self.matcher.flush(), "length"

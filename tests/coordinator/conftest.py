@@ -88,7 +88,6 @@ class SimulatedWorker:
             self,
             FakeModel(arena),
             TOKEN_BYTES,
-            stop_ids=(STOP_ID,),
             step_tokens=step_tokens,
             counters=counters,
             measure=lambda: None,
@@ -115,7 +114,7 @@ class World:
     """A scheduler and its workers. Every change is followed by a look into all books."""
 
     def __init__(self, limits: Limits, step_tokens: int = 16) -> None:
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, (STOP_ID,))
         self.step_tokens = step_tokens
         self.arena: dict[tuple[int, int], int] = {}
         self.workers: dict[int, SimulatedWorker] = {}
@@ -268,8 +267,8 @@ def engine(tiny_pack):
 
     engines = []
 
-    def start(num_workers=1, fake=True, **config) -> Engine:
-        cores = sorted(os.sched_getaffinity(0))
+    def start(num_workers=1, fake=True, cores=None, **config) -> Engine:
+        cores = cores or sorted(os.sched_getaffinity(0))
         groups = [CoreGroup((cores[index % len(cores)],)) for index in range(num_workers)]
         command = (sys.executable, str(HERE / "fake_worker.py")) if fake else WORKER_COMMAND
         events: list[dict] = []

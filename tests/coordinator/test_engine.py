@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 import psutil
 import pytest
 
-from coremill.config.errors import EngineClosedError, EngineError, WorkerStartError
+from coremill.config.errors import EngineClosedError, EngineError, UnsupportedHostError, WorkerStartError
 from coremill.config.request import SequenceRequest
 from coremill.coordinator.engine import NOT_THE_REQUESTS_FAULT
 
@@ -278,6 +278,13 @@ def test_a_worker_that_is_not_where_it_should_be(engine, monkeypatch):
     monkeypatch.setenv("FAKE_AFFINITY", "1")
     with pytest.raises(WorkerStartError, match=r"may run on CPUs \[.*4095\] but was pinned to"):
         engine().wait_ready(10)
+
+
+def test_a_core_that_does_not_exist(engine):
+    with pytest.raises(UnsupportedHostError, match=r"pinning worker 0 to CPUs \[5000\]"):
+        engine(cores=[5000])
+    children = psutil.Process().children()
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_forked_child_gets_a_clear_error(engine):

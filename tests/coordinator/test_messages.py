@@ -25,10 +25,10 @@ from coremill.config.messages import (
 )
 
 EXAMPLES = [
-    Settings(1, "ipc:///x/s", b"1.2", (0, 1), "/x.pack", 5, {"num_blocks": 7}, 6, 16, 128, (2,), False),
+    Settings(1, "ipc:///x/s", b"1.2", (0, 1), "/x.pack", 5, {"num_blocks": 7}, 6, 16, 128, False),
     Hello(1, 0, 123, (0, 2)),
     Ready("avx2", 1 << 40, 0.25),
-    Begin(1, (1, 2, 3), 2, 0, None, (4, 5), 16, 0.5, 0.25, 3, 0.125, 2**64 - 1, (b"\xff", b"stop")),
+    Begin(1, (1, 2, 3), 2, 0, None, (4, 5), 16, 0.5, 0.25, 3, 0.125, 2**64 - 1, (b"\xff", b"stop"), (2,)),
     Extend(1, (6,)),
     Cancel(3),
     Release(4),

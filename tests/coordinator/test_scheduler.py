@@ -75,6 +75,7 @@ def test_nothing_is_sent_before_a_worker_is_ready():
             min_p=0.0,
             seed=0,
             stop=(),
+            stop_ids=(),
         ),
     )
 

@@ -73,7 +73,6 @@ def make(model=None, step_tokens=8) -> WorkerLoop:
         Channel(),
         model or ScriptedModel(),
         TOKEN_BYTES,
-        stop_ids=(END,),
         step_tokens=step_tokens,
         counters=CounterPage(create_page("test")),
         measure=lambda: Memory(5, 4, 1, 2, 1),
@@ -88,7 +87,7 @@ def begin(lease=1, num_tokens=3, num_prompt=None, blocks=(0, 1, 2), max_tokens=1
         num_prompt=num_tokens if num_prompt is None else num_prompt,
         blocks=tuple(blocks),
         max_tokens=max_tokens,
-        **{**fields, "stop": (), **more},
+        **{**fields, "stop": (), "stop_ids": (END,), **more},
     )
 
 
