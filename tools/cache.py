@@ -28,7 +28,7 @@ def command() -> None:
     """List and remove packed models. COREMILL_CACHE sets the folder."""
 
 
-@command.command("path", cls=Verb)
+@command.command("path", cls=Verb, examples=[('du -sh "$(coremill cache path)"', "how much the cache holds")])
 def path() -> None:
     """Print the folder of the cache."""
     from coremill.native.cache import cache_folder

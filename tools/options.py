@@ -36,8 +36,9 @@ class _ExamplesMixin:
                     formatter.write_text(f"# {meaning}")
                     # Not wrapped: people copy these lines.
                     formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
-        formatter.write_paragraph()
-        formatter.write_text(_SOURCES_HINT)
+        if any(isinstance(parameter, click.Option) for parameter in self.params):
+            formatter.write_paragraph()
+            formatter.write_text(_SOURCES_HINT)
 
 
 class Verb(_ExamplesMixin, click.Command):

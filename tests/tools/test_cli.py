@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from coremill.config import errors
+from coremill.config.options import OPTIONS, of_verb
 from coremill.tools import cli
 from coremill.tools.options import Verb, document, takes
 
@@ -174,3 +175,27 @@ def _closed_pipe() -> int:
 
 def test_documentation_is_that_of_the_table(repo_root):
     assert (repo_root / "docs/options.md").read_text() == document()
+
+
+def all_commands(command=cli.main, path=()):
+    """(words, command) of every verb, and of the verbs of verbs."""
+    if path:
+        yield " ".join(path), command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            yield from all_commands(command.get_command(context, name), (*path, name))
+
+
+def test_every_verb_has_help_with_examples_and_options_of_the_table():
+    commands = dict(all_commands())
+    assert set(commands) >= set(cli.VERBS)
+    assert {verb for option in OPTIONS for verb in option.verbs} <= set(commands)
+    for path, command in commands.items():
+        done = CliRunner().invoke(cli.main, [*path.split(), "--help"])
+        assert done.exit_code == 0, path
+        assert command.get_short_help_str(), path
+        assert "\nExamples:\n" in done.stdout, path
+        assert f"coremill {path}" in done.stdout.split("\nExamples:\n")[1], path
+        names = {parameter.name for parameter in command.params if isinstance(parameter, click.Option)}
+        assert names == {option.name for option in of_verb(path)}, path
