@@ -67,7 +67,7 @@ class Engine:
         self.config = config
         self.groups = list(groups)
         self.startup_seconds: float | None = None
-        self._on_event = on_event or (lambda event: None)
+        self._on_event = on_event
         self._worker_command = tuple(worker_command)
         self._stop_ids = stop_ids
         self._owner = os.getpid()
@@ -100,7 +100,7 @@ class Engine:
         self._storage = Storage(self.pack_path, self.config, self.groups, self._stop_ids)
         try:
             self._shell = Shell(
-                self._storage, self.config, self.groups, self._worker_command, self._finished, self._on_event
+                self._storage, self.config, self.groups, self._worker_command, self._finished, self._tell
             )
         except BaseException:
             self._storage.close()
@@ -234,12 +234,20 @@ class Engine:
 
     def _finished(self, ticket: int, result: SequenceResult) -> None:
         _, on_done = self._waiting.pop(ticket)
+        self._call("on_done", on_done, result)
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        if self._on_event is not None:
+            self._call("on_event", self._on_event, event)
+
+    @staticmethod
+    def _call(name: str, callback: Callable[[Any], None], argument: Any) -> None:
         try:
-            on_done(result)
+            callback(argument)
         except Exception:  # its author's bug must not stop everybody's engine
             import logging
 
-            logging.getLogger("coremill").exception("on_done of '%s' raised", result.key)
+            logging.getLogger("coremill").exception("%s(%r) raised", name, argument)
 
     def _shut_down(self) -> None:
         self._failure = self._failure or self._shell.failure

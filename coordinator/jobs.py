@@ -1,4 +1,4 @@
-"""What the coordinator knows of one sequence, and the order in which waiting ones are served."""
+"""What the coordinator knows of sequences, of their stays with workers, and the order in which they are served."""
 
 from __future__ import annotations
 
@@ -97,6 +97,31 @@ class Lease:
     blocks: list[int]
     computed: int = 0
     closing: bool = False
+
+
+@dataclass(slots=True)
+class Slot:
+    """One worker as the scheduler sees it. stepped: its present process has done a step; fruitless_deaths: processes
+    in a row that died without."""
+
+    index: int
+    state: str = "starting"  # "starting" | "ready" | "retired"
+    leases: dict[int, Lease] = field(default_factory=dict)
+    stepped: bool = False
+    fruitless_deaths: int = 0
+
+    @property
+    def live(self) -> bool:
+        return self.state != "retired"
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Order in which workers get work: fewest sequences, then least work left."""
+        return (len(self.leases), sum(lease.sequence.work_left for lease in self.leases.values()), self.index)
+
+    @property
+    def has_suspect(self) -> bool:
+        return any(lease.sequence.charged_at is not None for lease in self.leases.values())
 
 
 class _Level:

@@ -13,7 +13,6 @@ A lease owns its blocks from Begin until the worker has said Finished, Released 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from coremill.config.errors import RequestError
 from coremill.config.messages import (
@@ -42,7 +41,7 @@ from coremill.coordinator.events import (
     Submitted,
     WorkerDied,
 )
-from coremill.coordinator.jobs import Lease, Sequence, WaitingLine
+from coremill.coordinator.jobs import Lease, Sequence, Slot, WaitingLine
 from coremill.coordinator.limits import Limits, refusal
 
 # Two fruitless deaths in a row and a worker is not started again; the last worker gets a few more chances.
@@ -59,30 +58,6 @@ class SchedulerError(AssertionError):
     """The books are wrong, or a worker said what it cannot say: a bug, not a condition."""
 
 
-@dataclass(slots=True)
-class Slot:
-    """One worker as the scheduler sees it. suspect: its lease that must step alone, if any."""
-
-    index: int
-    state: str = "starting"  # "starting" | "ready" | "retired"
-    leases: dict[int, Lease] = field(default_factory=dict)
-    stepped: bool = False
-    fruitless_deaths: int = 0
-
-    @property
-    def live(self) -> bool:
-        return self.state != "retired"
-
-    @property
-    def load(self) -> tuple[int, int, int]:
-        """Order in which workers get work: fewest sequences, then least work left."""
-        return (len(self.leases), sum(lease.sequence.work_left for lease in self.leases.values()), self.index)
-
-    @property
-    def has_suspect(self) -> bool:
-        return any(lease.sequence.charged_at is not None for lease in self.leases.values())
-
-
 class Scheduler:
     """See the module. `advance` is the only door; `check` may be called at any time. stop_ids: tokens that end
     generation."""
@@ -96,7 +71,8 @@ class Scheduler:
         self.suspects = WaitingLine()
         self.sequences: dict[int, Sequence] = {}  # by ticket, until finished
         self.closed: tuple[str, str] | None = None  # error code and message of whatever comes now
-        self._hungry: dict[int, Lease] = {}  # leases whose tables should grow
+        self._hungry: dict[int, Lease] = {}  # leases whose tables should grow now
+        self._num_growing = 0  # leases whose tables may still grow
         self._last_lease = 0
         self._deaths_without_step = 0
         self._out: list[Instruction] = []
@@ -284,6 +260,7 @@ class Scheduler:
         if lease is None:
             raise SchedulerError(f"worker {slot.index} speaks of lease {number}, which it does not hold")
         self._hungry.pop(number, None)
+        self._num_growing -= self._is_growing(lease)
         self.blocks.give_back(lease.blocks)
         return lease
 
@@ -303,6 +280,7 @@ class Scheduler:
             if count > 0:
                 taken = self.blocks.take(count)
                 lease.blocks += taken
+                self._num_growing -= not self._is_growing(lease)
                 self._out.append(Send(lease.worker, Extend(lease.number, tuple(taken))))
             if count >= missing:
                 del self._hungry[lease.number]
@@ -325,18 +303,24 @@ class Scheduler:
     # ---- work for those who idle ----
 
     def _fill_workers(self, now: float) -> None:
-        while len(self.suspects) + len(self.waiting):
-            ready = [slot for slot in self.slots if slot.state == "ready" and len(slot.leases) < self._share()]
-            innocent = [slot for slot in ready if not slot.has_suspect]
-            if self.suspects and innocent:
-                line, ready = self.suspects, innocent
-            else:
-                line = self.waiting
+        if not (self.waiting or self.suspects):
+            return
+        share = self._share()
+        open_slots = [slot for slot in self.slots if slot.state == "ready" and len(slot.leases) < share]
+        while open_slots:
+            candidates, line = open_slots, self.waiting
+            if self.suspects:
+                innocent = [slot for slot in open_slots if not slot.has_suspect]
+                if innocent:
+                    candidates, line = innocent, self.suspects
             sequence = line.peek()
-            if sequence is None or not ready or not self._fits(sequence):
+            if sequence is None or not self._fits(sequence):
                 return
             line.pop(sequence)
-            self._begin(sequence, min(ready, key=lambda slot: slot.load), now)
+            slot = min(candidates, key=lambda slot: slot.load)
+            self._begin(sequence, slot, now)
+            if len(slot.leases) >= share:
+                open_slots.remove(slot)
 
     def _share(self) -> int:
         """Most sequences per worker. When few are left they are spread, also over workers still starting."""
@@ -348,15 +332,18 @@ class Scheduler:
         """Admit on current need, if those who run keep room to grow; more of it the more often it gave way."""
         if self._hungry:
             return False
-        running = [lease for slot in self.slots for lease in slot.leases.values()]
-        growing = sum(len(x.blocks) < self.limits.blocks_for(x.sequence.max_positions) for x in running)
-        reserve = growing << min(sequence.num_preempted, 4)
+        reserve = self._num_growing << min(sequence.num_preempted, 4)
         return self._blocks_wanted(sequence) + reserve <= self.blocks.num_free
+
+    def _is_growing(self, lease: Lease) -> bool:
+        """Whether it may want more blocks some day."""
+        return len(lease.blocks) < self.limits.blocks_for(lease.sequence.max_positions)
 
     def _begin(self, sequence: Sequence, slot: Slot, now: float) -> None:
         self._last_lease += 1
         lease = Lease(self._last_lease, slot.index, sequence, self.blocks.take(self._blocks_wanted(sequence)))
         slot.leases[lease.number] = lease
+        self._num_growing += self._is_growing(lease)
         sequence.lease, sequence.last_worker = lease, slot.index
         sequence.enter("prefill", now)
         request = sequence.request
@@ -384,6 +371,7 @@ class Scheduler:
         """AssertionError unless every block is free or in one table and every sequence is in one place."""
         leases = [lease for slot in self.slots for lease in slot.leases.values()]
         self.blocks.check(lease.blocks for lease in leases)
+        assert self._num_growing == sum(map(self._is_growing, leases)), "growing leases are miscounted"
         running = [lease.sequence.ticket for lease in leases if lease.sequence.lease is lease]
         waiting = [sequence.ticket for line in (self.waiting, self.suspects) for sequence in line]
         assert sorted(running + waiting) == sorted(self.sequences), "a sequence is lost or in two places"

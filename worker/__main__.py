@@ -6,6 +6,7 @@ it ends, the coordinator is gone and so is this process, whatever it is doing.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ def main(argv: list[str], load_model: Callable[..., tuple[Any, Any]] | None = No
     """Serve one coordinator. load_model(settings, counters) -> (model, token bytes); None: the packed model."""
     # Ctrl-C reaches every process of the terminal, but only the coordinator decides what it means. It started us
     # with the signal blocked, so that there is no moment in which it would kill.
+    faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     lifeline = int(argv[1])

@@ -267,9 +267,9 @@ def engine(tiny_pack):
 
     engines = []
 
-    def start(num_workers=1, fake=True, cores=None, **config) -> Engine:
-        cores = cores or sorted(os.sched_getaffinity(0))
-        groups = [CoreGroup((cores[index % len(cores)],)) for index in range(num_workers)]
+    def start(num_workers=1, fake=True, groups=None, **config) -> Engine:
+        cores = sorted(os.sched_getaffinity(0))
+        groups = [CoreGroup(group) for group in groups or [(cores[i % len(cores)],) for i in range(num_workers)]]
         command = (sys.executable, str(HERE / "fake_worker.py")) if fake else WORKER_COMMAND
         events: list[dict] = []
         engine = Engine(

@@ -86,6 +86,7 @@ def test_real_model_same_tokens_for_any_workers_and_batches(engine):
     assert all(reference)
     assert tokens(num_workers=2, max_active=3, step_tokens=7) == reference
     assert tokens(num_workers=1, max_active=1) == reference
+    assert tokens(groups=[tuple(sorted(os.sched_getaffinity(0)))]) == reference  # one step on all cores
 
 
 def test_killed_workers_cost_nothing_but_time(engine, sim, monkeypatch):
@@ -282,7 +283,7 @@ def test_a_worker_that_is_not_where_it_should_be(engine, monkeypatch):
 
 def test_a_core_that_does_not_exist(engine):
     with pytest.raises(UnsupportedHostError, match=r"pinning worker 0 to CPUs \[5000\]"):
-        engine(cores=[5000])
+        engine(groups=[(5000,)])
     children = psutil.Process().children()
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
