@@ -25,6 +25,8 @@ from coremill.coordinator.text.prompts import Preparer, TextRequest
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 20
 _OUTPUT = 3
+# Freed memory that is kept for the next job, bytes.
+_KEPT_BYTES = 64 << 20
 
 
 def main() -> None:
@@ -44,10 +46,14 @@ def main() -> None:
     special = preparer.tokenizer.special
     facts = {name: getattr(special, name) for name in type(special).__slots__}
     _send(["ready", {"vocab_size": preparer.tokenizer.vocab_size, "special": facts}])
-    _die_with_parent(settings["parent"])
+    libc = _libc()
+    _die_with_parent(libc, settings["parent"])
     _limit_memory(preparer, settings["memory_limit"])
+    usual = _memory_in_use()[1]
     while True:
         _work(preparer, inbox.get(), settings["time_limit"])
+        if _memory_in_use()[1] > usual + _KEPT_BYTES:
+            libc.malloc_trim(0)
 
 
 def _load(settings: dict[str, Any]) -> Preparer:
@@ -85,21 +91,32 @@ def _read_input(inbox: queue.SimpleQueue[Any]) -> None:
         os._exit(status)
 
 
-def _die_with_parent(parent: int) -> None:
-    """A second string to the closed pipe: that one needs the interpreter, which a template can keep busy."""
+def _libc() -> Any:
     import ctypes
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return ctypes.CDLL(None)
+
+
+def _die_with_parent(libc: Any, parent: int) -> None:
+    """A second string to the closed pipe: that one needs the interpreter, which a template can keep busy."""
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 
 
 def _limit_memory(preparer: Preparer, limit: int) -> None:
+    """Limit the address space to what is in use now and `limit` bytes more."""
     # Threads start with the first batch; their stacks are not the first request's fault.
     preparer.tokenizer.encode_pieces([["a"]] * 8)
+    most = _memory_in_use()[0] + limit
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _memory_in_use() -> tuple[int, int]:
+    """Bytes of address space, bytes of memory."""
     with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + limit, used + limit))
+        pages = file.read().split()
+    return int(pages[0]) * resource.getpagesize(), int(pages[1]) * resource.getpagesize()
 
 
 def _work(preparer: Preparer, job: Any, time_limit: float) -> None:

@@ -66,16 +66,16 @@ class _Batch:
 class _Chunk:
     """Rows that travel together: (position in the batch, packed row)."""
 
-    __slots__ = ("batch", "count_only", "kills", "num_bytes", "number", "rows", "suspect")
+    __slots__ = ("batch", "count_only", "kills", "num_bytes", "number", "rows")
 
-    def __init__(self, batch: _Batch, count_only: bool, rows: list[tuple[int, bytes]], suspect: bool = False) -> None:
-        self.batch, self.count_only, self.rows, self.suspect = batch, count_only, rows, suspect
+    def __init__(self, batch: _Batch, count_only: bool, rows: list[tuple[int, bytes]]) -> None:
+        self.batch, self.count_only, self.rows = batch, count_only, rows
         self.num_bytes = sum(len(data) for _, data in rows)
         self.number = 0
         self.kills = 0
 
     def singles(self) -> list[_Chunk]:
-        return [_Chunk(self.batch, self.count_only, [row], suspect=True) for row in self.rows]
+        return [_Chunk(self.batch, self.count_only, [row]) for row in self.rows]
 
 
 class TextService:
@@ -125,6 +125,7 @@ class TextService:
         self._failure: CoremillError | None = None
         self._failed_starts = 0
         self._num_jobs = 0
+        self._num_answered = 0
         self._num_restarts = -1
         self._deadline = 0.0
         self._closed = False
@@ -284,6 +285,7 @@ class TextService:
 
     def _start(self) -> None:
         self._helper = HelperProcess(self._settings)
+        self._num_answered = 0
         self._num_restarts += 1
         self._deadline = time.monotonic() + _LOAD_SECONDS
 
@@ -321,11 +323,12 @@ class TextService:
                 raise EngineError(f"the text helper answered job {value[0]} instead of {chunk.number}")
             for (row, _), answer in zip(chunk.rows, value[1], strict=True):
                 chunk.batch.answer(row, wire.unpack_answer(answer))
+            self._num_answered += 1
             self._set_deadline()
 
     def _bury(self, death: Death) -> None:
         """Charge whoever the helper died of; everything else that was on its way goes again."""
-        was_ready = self._helper.ready
+        was_ready, was_used = self._helper.ready, self._num_answered > 0
         self._helper = None
         if self._failure is not None:
             return
@@ -337,16 +340,19 @@ class TextService:
         again = list(self._away)
         self._away.clear()
         if again:
-            again[:1] = self._judge(again[0], death)
+            again[:1] = self._judge(again[0], death, was_used)
         with self._lock:
             self._waiting.extendleft(reversed(again))
 
-    def _judge(self, chunk: _Chunk, death: Death) -> list[_Chunk]:
-        """What of the chunk that the helper died of is to be sent again."""
+    def _judge(self, chunk: _Chunk, death: Death, was_used: bool) -> list[_Chunk]:
+        """What of the chunk that the helper died of is to be sent again. was_used: it was not its first."""
         if len(chunk.rows) > 1:
             return chunk.singles()
         chunk.kills += 1
         if death.cause == "outside" and chunk.kills < _KILLS_BEFORE_CHARGED:
+            return [chunk]
+        # Memory that earlier rows left in pieces is not this row's fault.
+        if death.cause == "memory" and was_used and chunk.kills == 1:
             return [chunk]
         chunk.batch.answer(chunk.rows[0][0], self._error_of(death))
         return []
