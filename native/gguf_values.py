@@ -28,6 +28,7 @@ _NUMBERS = {
     12: ("d", 8),
 }
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+_LENGTH = struct.Struct("<Q")
 # The fewest bytes an element can take: what a count is checked against.
 LEAST_BYTES = {_BOOL: 1, _STRING: 8, _ARRAY: 12} | {number: size for number, (_, size) in _NUMBERS.items()}
 
@@ -51,10 +52,12 @@ class GGUFArray(Sequence):
         return map(self._decode, self._starts)
 
     def _decode(self, start: int) -> Any:
-        cursor = Cursor(self._cursor.path, self._cursor.buffer, self._cursor.size, start)
-        if self._element == _STRING:
-            return cursor.string(self._field)
-        return cursor.array(self._field, self._depth + 1)
+        whole = self._cursor
+        if self._element == _STRING:  # checked at opening
+            body = start + 8
+            (length,) = _LENGTH.unpack_from(whole.buffer, start)
+            return str(whole.buffer[body : body + length], "utf-8")
+        return Cursor(whole.path, whole.buffer, whole.size, start).array(self._field, self._depth + 1)
 
     def tolist(self) -> list[Any]:
         return [item.tolist() if hasattr(item, "tolist") else item for item in self]
@@ -139,7 +142,7 @@ class Cursor:
         """Positions of the strings. Written out flat: vocabularies have a quarter of a million of them."""
         starts = array("Q")
         buffer, size, position = self.buffer, self.size, self.position
-        unpack_length = struct.Struct("<Q").unpack_from
+        unpack_length = _LENGTH.unpack_from
         try:
             for _ in range(count):
                 starts.append(position)

@@ -238,7 +238,7 @@ def _small_sections(gguf: GGUFFile, plan: PackPlan, source: dict[str, Any]) -> d
     return {
         "description": msgpack.packb(description),
         "tokenizer": msgpack.packb(tokenizer),
-        "token_bytes": build_token_bytes(gguf.metadata),
+        "token_bytes": build_token_bytes(tokenizer),
         "chat_template": template.encode() if isinstance(template, str) else b"",
     }
 

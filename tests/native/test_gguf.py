@@ -113,9 +113,9 @@ def test_large_vocabularies_are_quick(path):
     file = GGUFBuilder()
     file.add("tokenizer.ggml.tokens", "[string]", [f"token{i}" for i in range(262_144)])
     file.save(path)
-    start = time.perf_counter()
+    start = time.process_time()
     tokens = open_gguf(path).metadata["tokenizer.ggml.tokens"]
-    assert time.perf_counter() - start < 0.9
+    assert time.process_time() - start < 0.9
     assert tokens[262_143] == "token262143"
 
 
