@@ -79,7 +79,8 @@ def token_types(description: Mapping[str, Any]) -> Sequence[int]:
 def special_id(description: Mapping[str, Any], name: str) -> int | None:
     """The id stored as `tokenizer.ggml.<name>_token_id` (bos, eos, eot, unknown, ...), or None.
 
-    Raises ModelError for an id outside the vocabulary.
+    Raises ModelError for an id outside the vocabulary, except for padding and unknown: nothing here depends on
+    those, and converters write placeholders.
     """
     key = f"{_PREFIX}{name}_token_id"
     value = description.get(key)
@@ -87,6 +88,8 @@ def special_id(description: Mapping[str, Any], name: str) -> int | None:
         return None
     size = len(vocabulary(description))
     if not 0 <= value < size:
+        if name in ("padding", "unknown"):
+            return None
         raise ModelError(f"{key}: {value} is outside the vocabulary of {size} tokens")
     return int(value)
 

@@ -13,10 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coremill.config.errors import PackError, UnsupportedModelError
-
-# tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
-_HIDDEN = (_UNKNOWN, _CONTROL, _UNUSED)
+from coremill.config.tokens import BYTE, NORMAL, UNUSED, USER_DEFINED, byte_alphabet, control_ids
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _HEADER = struct.Struct("<II")
@@ -64,14 +61,14 @@ def build_token_bytes(tokenizer: Mapping[str, Any]) -> bytes:
     if kind not in _DECODERS:
         known = ", ".join(sorted(_DECODERS))
         raise UnsupportedModelError(f"tokenizer.ggml.model {kind!r} is not supported; supported: {known}")
-    types = tokenizer.get("tokenizer.ggml.token_type") or [1] * len(pieces)
+    types = tokenizer.get("tokenizer.ggml.token_type") or [NORMAL] * len(pieces)
     if len(types) != len(pieces):
         raise UnsupportedModelError(
             f"tokenizer.ggml.token_type has {len(types)} entries, but tokenizer.ggml.tokens has {len(pieces)}"
         )
-    decode, table, ends = _DECODERS[kind], bytearray(), array("I")
-    for piece, token_type in zip(pieces, types, strict=True):
-        if token_type not in _HIDDEN:
+    decode, table, ends, hidden = _DECODERS[kind], bytearray(), array("I"), set(control_ids(tokenizer))
+    for token, (piece, token_type) in enumerate(zip(pieces, types, strict=True)):
+        if token not in hidden and token_type != UNUSED:
             table += decode(piece, token_type)
         if len(table) > 0xFFFFFFFF:
             raise UnsupportedModelError("tokenizer.ggml.tokens: the tokens are longer than 4 GiB together")
@@ -79,21 +76,13 @@ def build_token_bytes(tokenizer: Mapping[str, Any]) -> bytes:
     return _HEADER.pack(len(ends), len(table)) + ends.tobytes() + bytes(table)
 
 
-def _byte_level_alphabet() -> dict[int, int]:
-    """Character -> byte of GPT-2's byte-level BPE: printable bytes stand for themselves, the others, in
-    order, are characters from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_level_alphabet()
+_ALPHABET = {ord(character): byte for byte, character in enumerate(byte_alphabet())}
 # Characters outside the alphabet must not pass for a byte, so those that translate() would keep are moved away.
 _TRANSLATE = {code: 0x10FFFF for code in range(256)} | _ALPHABET
 
 
 def _byte_level(piece: str, token_type: int) -> bytes:
-    if token_type == _USER_DEFINED:
+    if token_type == USER_DEFINED:
         return piece.encode()
     try:
         return piece.translate(_TRANSLATE).encode("latin-1")
@@ -103,7 +92,7 @@ def _byte_level(piece: str, token_type: int) -> bytes:
 
 def _sentencepiece(piece: str, token_type: int) -> bytes:
     match = _BYTE_PIECE.fullmatch(piece)
-    if match and token_type in (1, _BYTE):
+    if match and token_type in (NORMAL, BYTE):
         return bytes([int(match[1], 16)])
     return piece.replace("▁", " ").encode()
 

@@ -60,8 +60,8 @@ def test_words(names, text, expected):
 
 def test_names_of_common_models_are_there():
     common = """smollm llama-bpe llama3 qwen2 gpt-2 default deepseek-llm deepseek-coder falcon starcoder refact
-    command-r olmo dbrx stablelm2 tekken smaug-bpe jais viking poro-chat bloom exaone minerva-7b codeshell gpt-4o superbpe
-    chameleon deepseek-v3 deepseek-r1-qwen qwen35 glm4 chatglm-bpe phi-2 mpt falcon3 llama4"""
+    command-r olmo dbrx stablelm2 tekken smaug-bpe jais viking poro-chat bloom exaone minerva-7b codeshell
+    gpt-4o superbpe chameleon deepseek-v3 deepseek-r1-qwen qwen35 glm4 chatglm-bpe phi-2 mpt falcon3 llama4"""
     assert set(common.split()) <= set(RECIPES)
 
 

@@ -40,6 +40,7 @@ def test_control_ids_include_mistyped_ones_but_no_letters():
 def test_malformed():
     with pytest.raises(ModelError, match="bos_token_id: 7 is outside"):
         special_id(description([("a", 1)], bos_token_id=7), "bos")
+    assert special_id(description([("a", 1)], padding_token_id=2**32 - 1), "padding") is None
     with pytest.raises(ModelError, match="'<0xG1>' is not of the form"):
         byte_token_value("<0xG1>")
 
