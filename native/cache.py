@@ -107,8 +107,10 @@ def find_model(model: str | os.PathLike[str], root: Path, progress: Progress | N
     path = Path(model)
     if path.is_dir():
         raise UnsupportedModelError(f"{path}: is a folder; Hugging Face folders are not yet supported, only GGUF files")
-    if path.exists():
+    if path.is_file():
         return path
+    if path.exists():
+        raise ModelError(f"{path}: is not a regular file")
     from coremill.native.fetch import KNOWN_MODELS, fetch_model
 
     name = os.fspath(model)

@@ -36,7 +36,7 @@ from coremill.native.packfile import (
 from coremill.native.token_bytes import build_token_bytes
 
 # Source bytes handled at a time; also about what packing needs beside its code.
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
 
 Progress = Callable[[str, int, int], None]  # stage ("hashing", "packing", ...), bytes done, bytes in all
 

@@ -307,9 +307,12 @@ def open_pack(path: str | os.PathLike[str], *, verify: bool = False) -> PackFile
 
 
 def is_pack(path: str | os.PathLike[str]) -> bool:
-    """Whether a readable file starts like a pack."""
-    with open(path, "rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+    """Whether a regular file starts like a pack. Raises ModelError when it cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def pack_is_usable(path: Path, key: str) -> bool:

@@ -141,6 +141,9 @@ def test_what_is_no_model(tmp_path, root):
         ensure_pack(tmp_path)
     with pytest.raises(ModelError, match=r"no such file.*smollm2"):
         ensure_pack(tmp_path / "absent.gguf")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ModelError, match="regular"):
+        ensure_pack(tmp_path / "pipe")
     (tmp_path / "text").write_text("hello, I am not a model at all, but long enough")
     with pytest.raises(GGUFError, match="magic"):
         ensure_pack(tmp_path / "text")
