@@ -14,7 +14,7 @@
 
 #include "f16.h"
 
-#define V16_INLINE static inline __attribute__((always_inline, unused))
+#define V16_INLINE static inline __attribute__((unused)) /* not forced: with sanitizers that takes minutes */
 #define V16_UNROLL _Pragma("GCC unroll 1") /* before a short loop over registers */
 #define V16_ACCUMULATORS 6 /* that a kernel can hold beside its operands */
 #define V16_CHAINS 4       /* independent multiply-adds that hide their latency */
