@@ -85,14 +85,15 @@ def _process_clock() -> Callable[[], float]:
 
 
 def _show_profile(profiles: list[list[tuple[str, str, int, float]]]) -> None:
-    """Operations of all workers together, by kind and label, in the order of a step."""
+    """Operations of all workers and layers together ("7.attention" is layer 7's), in the order of a step."""
     totals: dict[tuple[str, str], list[float]] = {}
     for profile in profiles:
         for label, kind, calls, seconds in profile:
-            entry = totals.setdefault((label, kind), [0, 0.0])
+            layer, _, name = label.partition(".")
+            entry = totals.setdefault((name if layer.isdecimal() else label, kind), [0, 0.0])
             entry[0] += calls
             entry[1] += seconds
     whole = sum(seconds for _, seconds in totals.values()) or 1.0
-    click.echo(f"{'operation':32} {'kind':12} {'calls':>10} {'seconds':>9} {'share':>6}", err=True)
+    click.echo(f"{'operation':20} {'kind':12} {'calls':>10} {'seconds':>9} {'share':>6}", err=True)
     for (label, kind), (calls, seconds) in totals.items():
-        click.echo(f"{label:32} {kind:12} {calls:10,.0f} {seconds:9.3f} {seconds / whole:6.1%}", err=True)
+        click.echo(f"{label:20} {kind:12} {calls:10,.0f} {seconds:9.3f} {seconds / whole:6.1%}", err=True)

@@ -28,7 +28,7 @@ from coremill.coordinator.batch.reader import LineReader
 from coremill.coordinator.batch.report import PlainReporter
 from coremill.coordinator.batch.results import LineMaker
 from coremill.coordinator.batch.rowtable import RowTable
-from coremill.coordinator.batch.runner import Outcome, Runner
+from coremill.coordinator.batch.runner import WINDOW_BYTES, Outcome, Runner
 from coremill.coordinator.batch.source import Source, open_source
 from coremill.coordinator.batch.summary import stats_object
 from coremill.coordinator.batch.writer import ResultFiles
@@ -37,6 +37,9 @@ from coremill.native.cache import resolve_model
 from coremill.native.packfile import PackFile, open_pack
 
 MIN_WINDOW_ROWS = 256
+# In input order a long row holds the rows behind it back; this many may pass it meanwhile.
+MIN_WINDOW_ROWS_IN_ORDER = 2048
+WINDOW_BYTES_PER_SLOT = 32 << 10
 # Multiplications per second and core of whole steps, for the estimate before anything has run; rough on purpose.
 _EXPECTED_RATE = {"scalar": 1.5e9, "avx2": 5e10, "avx_vnni": 9e10, "avx512_vnni": 1e11}
 _SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
@@ -140,7 +143,8 @@ def _runner(options, source: Source, lines, files, table, pack, ctx, prepare, en
         LineMaker(names[0], system_fingerprint(pack.key, options.engine.kv)),
         prepare=prepare,
         submit=engine.submit,
-        window_rows=max(MIN_WINDOW_ROWS, 4 * num_slots),
+        window_rows=max(MIN_WINDOW_ROWS_IN_ORDER if options.in_order else MIN_WINDOW_ROWS, 4 * num_slots),
+        window_bytes=max(WINDOW_BYTES, WINDOW_BYTES_PER_SLOT * num_slots),
         in_order=options.in_order,
         retry=options.retry_errors or options.strict,
         strict=options.strict,

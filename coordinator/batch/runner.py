@@ -25,7 +25,8 @@ from coremill.coordinator.batch.window import InputOrder, Window
 from coremill.coordinator.batch.writer import Record, ResultFiles
 from coremill.coordinator.engine import NOT_THE_REQUESTS_FAULT
 
-WINDOW_BYTES = 64 << 20
+# Of input lines in flight: their token ids take some ten times as much.
+WINDOW_BYTES = 8 << 20
 TICK_SECONDS = 0.25
 
 
@@ -92,6 +93,7 @@ class Runner:
         prepare: Prepare,
         submit: Submit,
         window_rows: int = 256,
+        window_bytes: int = WINDOW_BYTES,
         in_order: bool = False,
         retry: bool = False,
         strict: bool = False,
@@ -104,7 +106,7 @@ class Runner:
         self._reporter = reporter or Reporter()
         self._position, self._interrupt_input = lines.position, interrupt_input
         self._mail: queue.SimpleQueue = queue.SimpleQueue()
-        self._window = Window(window_rows, WINDOW_BYTES)
+        self._window = Window(window_rows, window_bytes)
         self._intake = Intake(table, rules, lines.format == "text")
         self._feeder = Feeder(
             lines, self._intake, rules, prepare=prepare, submit=submit, post=self._mail.put, window=self._window

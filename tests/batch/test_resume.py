@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coremill.config.errors import EngineError, ResumeRefusedError, RunError
@@ -250,17 +250,17 @@ def undisturbed(tmp_path_factory, batch_class, fake_engine):
     return rows, batch.answers(), sorted((row["id"], row["error"]["code"]) for row in batch.failures()), size
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_random_interruptions_then_resume_is_one_run(data, undisturbed, tmp_path_factory, fake_engine, batch_class):
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans(), st.booleans()), min_size=1, max_size=4))
+def test_random_interruptions_then_resume_is_one_run(undisturbed, tmp_path_factory, fake_engine, batch_class, deaths):
+    """deaths: (share of the output after which the process dies, --in-order, --retry-errors) of each run."""
     rows, answers, failures, size = undisturbed
     batch = batch_class(tmp_path_factory.mktemp("crashes"))
     batch.write(rows)
-    for number in range(data.draw(st.integers(1, 4))):
-        options = {"in_order": data.draw(st.booleans()), "retry": number > 0 and data.draw(st.booleans())}
+    for number, (share, in_order, retry) in enumerate(deaths):
         engine = fake_engine(seed=number, fail=frozenset({"f"}))
         with pytest.MonkeyPatch.context() as patched:
-            if crash(batch, patched, data.draw(st.integers(0, size)), engine=engine, **options):
+            if crash(batch, patched, round(share * size), engine=engine, in_order=in_order, retry=retry):
                 break
         check_nothing_twice(batch)
     batch.run(engine=fake_engine(fail=frozenset({"f"})))
@@ -409,7 +409,6 @@ def test_another_error_file_is_not_mixed_in(batch):
 
 def test_ctrl_c_stops_within_a_second_with_finished_rows_written(batch, fake_engine):
     batch.write(prompts(2000))
-    engine = fake_engine(delay=0.005)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in handlers:
         pressed = []
@@ -422,6 +421,8 @@ def test_ctrl_c_stops_within_a_second_with_finished_rows_written(batch, fake_eng
         threading.Thread(target=press).start()
         try:
             ran = batch.run(engine=fake_engine(delay=0.005))
+            # The second one would end the process at once.
+            assert all(signal.getsignal(each) == signal.SIG_DFL for each in handlers)
         finally:
             for each, handler in handlers.items():
                 signal.signal(each, handler)
@@ -429,7 +430,6 @@ def test_ctrl_c_stops_within_a_second_with_finished_rows_written(batch, fake_eng
         assert ran.outcome.stopped == number
         assert ran.outcome.progress.num_results > 5
         assert len(batch.answers()) == ran.outcome.results_before + ran.outcome.progress.num_results
-    engine.close()
 
 
 def test_a_dead_engine_ends_the_run_and_no_row_is_blamed(batch, fake_engine):
