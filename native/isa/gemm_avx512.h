@@ -6,8 +6,10 @@
 
 #define LANES 16
 #define TILE_TOKENS 8
-#define TILES_1(Z, format) Z(format, 1, 1) Z(format, 1, 2) Z(format, 1, 3) Z(format, 1, 4) Z(format, 1, 8)
-#define TILES_2(Z, format) Z(format, 2, 1) Z(format, 2, 2) Z(format, 2, 3) Z(format, 2, 4) Z(format, 2, 8)
+#define TILES(Z, format)                                                                                     \
+    Z(format, 1, 1) Z(format, 1, 2) Z(format, 1, 3) Z(format, 1, 4) Z(format, 1, 8)                          \
+    Z(format, 2, 1) Z(format, 2, 2) Z(format, 2, 3) Z(format, 2, 4)
+#define TILES_FLOAT(Z, format) Z(format, 2, 8)
 #define TILE_STRIPS(format, panels, tokens) (panels)
 
 #define V static inline __attribute__((always_inline, unused))
@@ -100,8 +102,8 @@ V vsum v_q6_start(const int8_t *scales, const int16_t *halves) {
 V vsum v_q6_fold(vsum sum, vdot d, vscale scale) { return _mm512_fmadd_ps(_mm512_cvtepi32_ps(d), scale, sum); }
 V vflt v_q6_float(vsum sum) { return sum; }
 
-/* Two panels by 4 tokens beat one by 8 (by 5 % in Q4_0 and Q8_0): half the loads of tokens, and two streams of weights.
- * Float formats keep one kind of sum only, so that 16 of them still leave registers. */
+/* Two panels by 4 tokens beat one by 8 (by 5 % in Q4_0 and Q8_0): half the loads of tokens, and two streams of
+ * weights. Float formats keep one kind of sum only, so that 16 of them still leave registers. */
 static int tile_panels(int format, int num_tokens) {
     (void)format;
     (void)num_tokens;

@@ -148,7 +148,8 @@ static void product_free(product *p) {
 static int product_make(product *p, int format, int num_panels, size_t k, size_t num_tokens, size_t num_matrices,
                         size_t stored) {
     size_t bytes = cm_panel_bytes(format, (int32_t)k), groups = (num_tokens + 3) / 4;
-    size_t total = (size_t)num_panels * num_matrices, codes = cm_is_float_format(format) ? 0 : cm_codes_bytes(format, k);
+    size_t codes = cm_is_float_format(format) ? 0 : cm_codes_bytes(format, k);
+    size_t total = (size_t)num_panels * num_matrices;
     p->weights = take(stored * bytes);
     p->acts = take(groups * k * 16);
     p->blocks = take(groups * k * 2 + 64);
@@ -193,9 +194,10 @@ double cm_bench_gemm(int isa, int format, int n, int k, int num_tokens, int num_
         kernels->act_pack(&x, p.src, (size_t)k, 0, (num_tokens + 3) / 4, is_float ? CM_ACT_F32 : CM_ACT_INT8);
         cm_matrix *w = calloc((size_t)num_matrices, sizeof *w);
         for (int i = 0; w && i < num_matrices; i++) {
-            w[i] = (cm_matrix){.n = panels * 16, .k = k, .num_panels = panels, .panels = p.table + (size_t)i * (size_t)panels};
-            p.gemm[i] = (cm_gemm){.base = p.weights, .w = w + i, .x = &x, .epilogue = CM_EPI_STORE, .dst = p.dst,
-                                  .dst_stride = (size_t)panels * 16};
+            const cm_panel *table = p.table + (size_t)i * (size_t)panels;
+            w[i] = (cm_matrix){.n = panels * 16, .k = k, .num_panels = panels, .panels = table};
+            p.gemm[i] = (cm_gemm){.base = p.weights, .w = w + i, .x = &x, .epilogue = CM_EPI_STORE,
+                                  .dst = p.dst, .dst_stride = (size_t)panels * 16};
         }
         bench b = {.kernels = kernels, .gemm = p.gemm, .num_matrices = num_matrices, .num_passes = num_passes,
                    .num_threads = num_threads};
