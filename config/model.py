@@ -189,7 +189,6 @@ class _Keys:
 # Keys that change what a llama-like model computes, and the value at which they change nothing.
 _NEUTRAL: dict[str, float] = {
     "expert_count": 0,
-    "attention.sliding_window": 0,
     "attention.scale": 0.0,
     "attention.causal": True,
     "attention.max_alibi_bias": 0.0,
@@ -210,6 +209,12 @@ def _refuse_unknown_operations(keys: _Keys) -> None:
         if value is not None and value != neutral and value != 0:
             what = "a mixture of experts" if key == "expert_count" else "this"
             raise UnsupportedModelError(f"{keys.full(key)} is {value!r}: {what} is not supported")
+    window, context = keys.get("attention.sliding_window"), keys.get("context_length")
+    if isinstance(window, int) and isinstance(context, int) and 0 < window < context:
+        raise UnsupportedModelError(
+            f"{keys.full('attention.sliding_window')} is {window}, less than the context of {context}: "
+            "sliding windows are not supported"
+        )
     if keys.get("attention.causal") is False:
         raise UnsupportedModelError(f"{keys.full('attention.causal')} is false: only causal models generate text")
 
