@@ -5,6 +5,7 @@ Texts that come from models or inputs pass through `printable` before they get h
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -66,6 +67,15 @@ def progress_line(progress: Progress, share: float | None, rates: tuple[float, f
     if share is not None and share > 0.02:
         line += f"; {share:.0%}, about {format_seconds(progress.seconds * (1 - share) / share)} left"
     return line
+
+
+def worker_states(workers: list[dict[str, Any]]) -> str:
+    """All workers in a few words: sequences each of them steps, and those that are not at work."""
+    ready = [worker for worker in workers if worker["state"] == "ready"]
+    counts = [worker["active"] for worker in ready]
+    active = "+".join(map(str, counts)) if len(counts) <= 8 else f"{sum(counts)} on {len(counts)} workers"
+    away = "".join(f", worker {worker['worker']} {worker['state']}" for worker in workers if worker not in ready)
+    return f"active {active or 0}{away}"
 
 
 def worker_table(workers: list[dict[str, Any]], seconds: float) -> list[str]:
@@ -147,9 +157,9 @@ class PlainReporter(Reporter):
     def progress(self, progress: Progress) -> None:
         if progress.seconds < self._next_line:
             return
-        line, _, _ = self._state(progress)
+        line, _, workers = self._state(progress)
         if self._next_line:  # nothing has happened yet the first time
-            self.say(line)
+            self.say(f"{line}; {worker_states(workers)}")
         self._next_line = progress.seconds + PLAIN_SECONDS
 
     def worker_event(self, event: dict[str, Any]) -> None:
@@ -215,8 +225,9 @@ def _bar(share: float) -> str:
 
 
 def make_reporter() -> PlainReporter:
-    """The live view when stderr is a terminal, else plain lines."""
-    return LiveReporter() if sys.stderr.isatty() else PlainReporter()
+    """The live view when stderr is a terminal that can redraw, else plain lines."""
+    live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return LiveReporter() if live else PlainReporter()
 
 
 def result_lines(rows: list[dict[str, Any]], width: int) -> list[str]:

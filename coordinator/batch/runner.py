@@ -130,11 +130,11 @@ class Runner:
             with self._signals():
                 self._feeder.start()
                 self._loop()
+                self._count()
         finally:
             self._window.close()
             self._interrupt_input()
             self._feeder.join(0.3)
-        self._count()
         if outcome.stopped is None:
             outcome.num_gone = table.count(IN_RESULTS, without=SEEN) + table.count(IN_ERRORS, without=SEEN)
             outcome.num_dropped_errors = num_retried and table.count(0, without=SEEN | IN_RESULTS | IN_ERRORS)

@@ -286,7 +286,10 @@ def _check_paths(paths: dict[str, str], input_identity: tuple[int, int] | None) 
 
 def _sync_folder(path: str) -> None:
     """A file's name survives a power cut only once its folder is synced."""
-    fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # a folder one may write to but not list; the kernel will write its entry in time
+        return
     try:
         os.fsync(fd)
     finally:

@@ -128,6 +128,13 @@ def test_worker_table_lines_up():
     assert "0,2" in lines[1] and "150" in lines[1] and "50%" in lines[1] and "3 MiB" in lines[1]
 
 
+def test_worker_states():
+    starting = {**WORKER, "worker": 4, "state": "starting", "active": 0}
+    assert worker_states([WORKER, {**WORKER, "active": 2}, starting]) == "active 3+2, worker 4 starting"
+    assert worker_states([WORKER] * 20) == "active 60 on 20 workers"
+    assert worker_states([]) == "active 0"
+
+
 def test_seconds_for_people():
     assert [format_seconds(s) for s in (0.04, 9.96, 12.4, 61, 3599.7, 7300)] == [
         "0.0 s", "10.0 s", "12 s", "1 min 1 s", "1 h 0 min", "2 h 1 min",
