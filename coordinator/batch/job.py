@@ -155,7 +155,7 @@ def _runner(options, source: Source, lines, files, table, pack, ctx, prepare, en
 
 def prepare_with(text: Any) -> Prepare:
     """The text service as the feeder calls it."""
-    from coremill.coordinator.text.prompts import TextRequest
+    from coremill.coordinator.text.requests import TextRequest
 
     def prepare(requests: Sequence[GenerationRequest]) -> list[tuple[int, ...] | RequestError]:
         asked = [

@@ -20,7 +20,8 @@ import threading
 from typing import Any
 
 from coremill.coordinator.text import wire
-from coremill.coordinator.text.prompts import Preparer, TextRequest
+from coremill.coordinator.text.prompts import Preparer
+from coremill.coordinator.text.requests import TextRequest
 
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 20

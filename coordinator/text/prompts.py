@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from coremill.config.errors import RequestError
+from coremill.coordinator.text.requests import TextRequest
 from coremill.coordinator.text.tokenizer import ModelTokenizer, Piece
 
 if TYPE_CHECKING:
@@ -18,30 +18,6 @@ if TYPE_CHECKING:
 _SURELY_SHORT = 1 << 14
 # Composing characters (NFC) makes a text at most this many times shorter.
 _NFC_SHRINKS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class TextRequest:
-    """Exactly one of messages (a chat) and prompt (text, or token ids as they are).
-
-    add_generation_prompt: end a chat where the assistant begins to write. allow_special: the request's own texts may
-    spell control tokens. template: Jinja source used instead of the model's. variables: further template variables
-    (tools, documents, ...).
-    """
-
-    messages: Sequence[Mapping[str, Any]] | None = None
-    prompt: str | Sequence[int] | None = None
-    add_generation_prompt: bool = True
-    allow_special: bool = False
-    template: str | None = None
-    variables: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A prompt as the engine takes it."""
-
-    ids: tuple[int, ...]
 
 
 class Preparer:

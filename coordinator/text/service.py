@@ -31,11 +31,10 @@ from coremill.config.errors import (
     UnsupportedModelError,
 )
 from coremill.coordinator.text import wire
+from coremill.coordinator.text.chunks import Chunk, make_chunks
 from coremill.coordinator.text.process import Death, HelperProcess
-from coremill.coordinator.text.prompts import Prepared, TextRequest
+from coremill.coordinator.text.requests import Prepared, TextRequest
 
-_CHUNK_ROWS = 32
-_CHUNK_BYTES = 1 << 17
 _MAX_CHUNKS_AWAY = 6
 _MAX_BYTES_AWAY = 1 << 20
 # Deaths that nobody's row is charged with before it has died that often alone.
@@ -45,37 +44,6 @@ _LOAD_SECONDS = 120.0
 # A timer of the kernel's ends a job that takes too long; this much later the helper must be stopped or stuck.
 _GRACE_SECONDS = 5.0
 _LOAD_ERRORS = {error.__name__: error for error in (UnsupportedModelError, ModelError, PackError)}
-
-
-class _Batch:
-    """Rows submitted together, and where their answers go."""
-
-    def __init__(self, size: int) -> None:
-        self.results: list[Any] = [None] * size
-        self.missing = size
-        self.future: Future[list[Any]] = Future()
-        self.future.set_running_or_notify_cancel()
-
-    def answer(self, row: int, result: Any) -> None:
-        self.results[row] = result
-        self.missing -= 1
-        if not self.missing:
-            self.future.set_result(self.results)
-
-
-class _Chunk:
-    """Rows that travel together: (position in the batch, packed row)."""
-
-    __slots__ = ("batch", "count_only", "kills", "num_bytes", "number", "rows")
-
-    def __init__(self, batch: _Batch, count_only: bool, rows: list[tuple[int, bytes]]) -> None:
-        self.batch, self.count_only, self.rows = batch, count_only, rows
-        self.num_bytes = sum(len(data) for _, data in rows)
-        self.number = 0
-        self.kills = 0
-
-    def singles(self) -> list[_Chunk]:
-        return [_Chunk(self.batch, self.count_only, [row]) for row in self.rows]
 
 
 class TextService:
@@ -118,8 +86,8 @@ class TextService:
         }
         self._time_limit, self._memory_limit = time_limit, memory_limit
         self._lock = threading.Lock()
-        self._waiting: deque[_Chunk] = deque()
-        self._away: deque[_Chunk] = deque()
+        self._waiting: deque[Chunk] = deque()
+        self._away: deque[Chunk] = deque()
         self._facts: dict[str, Any] = {}
         self._loaded = threading.Event()
         self._failure: CoremillError | None = None
@@ -148,10 +116,7 @@ class TextService:
     def submit(self, requests: Sequence[TextRequest], *, count_only: bool = False) -> Future[list[Any]]:
         """As prepare and count, without waiting: a future of tuples of ids (or counts) and RequestErrors."""
         self._check_usable()
-        batch = _Batch(len(requests))
-        if not requests:
-            batch.future.set_result([])
-        chunks = self._chunks(batch, requests, count_only)
+        batch, chunks = make_chunks(requests, count_only)
         with self._lock:
             self._check_usable()
             self._waiting.extend(chunks)
@@ -210,26 +175,6 @@ class TextService:
         self._loaded.wait()
         self._check_usable()
         return self._facts[name]
-
-    @staticmethod
-    def _chunks(batch: _Batch, requests: Sequence[TextRequest], count_only: bool) -> list[_Chunk]:
-        chunks: list[_Chunk] = []
-        rows: list[tuple[int, bytes]] = []
-        num_bytes = 0
-        for position, request in enumerate(requests):
-            try:
-                data = wire.pack_row(request)
-            except RequestError as error:
-                batch.answer(position, error)
-                continue
-            if rows and (len(rows) == _CHUNK_ROWS or num_bytes + len(data) > _CHUNK_BYTES):
-                chunks.append(_Chunk(batch, count_only, rows))
-                rows, num_bytes = [], 0
-            rows.append((position, data))
-            num_bytes += len(data)
-        if rows:
-            chunks.append(_Chunk(batch, count_only, rows))
-        return chunks
 
     def _wake_up(self) -> None:
         with self._lock:
@@ -344,7 +289,7 @@ class TextService:
         with self._lock:
             self._waiting.extendleft(reversed(again))
 
-    def _judge(self, chunk: _Chunk, death: Death, was_used: bool) -> list[_Chunk]:
+    def _judge(self, chunk: Chunk, death: Death, was_used: bool) -> list[Chunk]:
         """What of the chunk that the helper died of is to be sent again. was_used: it was not its first."""
         if len(chunk.rows) > 1:
             return chunk.singles()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from coremill.config.errors import RequestError
-from coremill.coordinator.text.prompts import TextRequest
+from coremill.coordinator.text.requests import TextRequest
 
 _LENGTH = struct.Struct("<Q")
 

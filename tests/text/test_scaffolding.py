@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coremill.config.errors import RequestError
-from coremill.coordinator.text.prompts import Preparer, TextRequest
+from coremill.coordinator.text.prompts import Preparer
+from coremill.coordinator.text.requests import TextRequest
 from coremill.coordinator.text.scaffolding import Scaffolding
 from coremill.coordinator.text.templates import ChatTemplate
 from coremill.coordinator.text.tokenizer import ModelTokenizer

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from coremill.config.errors import EngineClosedError, RequestError, UnsupportedModelError
-from coremill.coordinator.text.prompts import Prepared, TextRequest
+from coremill.coordinator.text.requests import Prepared, TextRequest
 from coremill.coordinator.text.service import TextService
 
 HELLO = TextRequest(prompt="Hello world")
@@ -218,7 +218,7 @@ def test_a_pack_that_is_not_there(tmp_path):
 
 PARENT = """
 import sys, threading, time
-from coremill.coordinator.text.prompts import TextRequest
+from coremill.coordinator.text.requests import TextRequest
 from coremill.coordinator.text.service import TextService
 from tests_description import description
 service = TextService(description=description)
@@ -252,7 +252,7 @@ def test_use_after_a_fork_is_refused():
     code = """
 import os
 from coremill.config.errors import EngineError
-from coremill.coordinator.text.prompts import TextRequest
+from coremill.coordinator.text.requests import TextRequest
 from coremill.coordinator.text.service import TextService
 service = TextService(description={})
 if os.fork() == 0:
