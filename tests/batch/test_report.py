@@ -13,6 +13,7 @@ from coremill.coordinator.batch.report import (
     progress_line,
     result_lines,
     share_done,
+    worker_states,
     worker_table,
 )
 from coremill.coordinator.batch.results import read_results
