@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 
+from coremill.config.errors import UnsupportedHostError
+
 PAGE_BYTES = 4096
 # Order is the layout. `operations` is bumped by native code at every operation of a step; it must be the first.
 NAMES = (
@@ -27,7 +29,10 @@ _INDEX = {name: index for index, name in enumerate(NAMES)}
 
 def create_page(name: str) -> int:
     """Descriptor of a zeroed page; close-on-exec, so it reaches only children it is passed to."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    except OSError as error:
+        raise UnsupportedHostError(f"memfd_create: {error.strerror}; shared memory is needed") from error
     os.ftruncate(fd, PAGE_BYTES)
     return fd
 

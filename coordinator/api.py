@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coremill.config.engine import DEFAULT_CTX, EngineConfig
-from coremill.config.errors import CoremillError, EngineClosedError, EngineError, RequestError
+from coremill.config.errors import EngineClosedError, EngineError, RequestError
 from coremill.config.request import CHAT_URL, COMPLETIONS_URL, GenerationRequest, SequenceResult, parse_body
 from coremill.coordinator.admission import sequence_request
-from coremill.coordinator.text.prompts import TextRequest
+from coremill.coordinator.text.requests import TextRequest
 from coremill.coordinator.text.service import TextService
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Coordinator:
             if isinstance(outcome, RequestError):
                 raise outcome
             self._hand_over(job, tuple(outcome))
-        except CoremillError as error:
+        except Exception as error:  # whatever it is, the job's owner waits for it
             job._finish(error)
 
     def _hand_over(self, job: Job, prompt_ids: tuple[int, ...]) -> None:

@@ -154,8 +154,10 @@ class _Level:
 
     def remove(self, sequence: Sequence) -> None:
         del self._by_age[sequence.ticket]
-        if not self._by_age:
-            self._by_work.clear()
+        # Short rows that left out of turn would otherwise stay at the bottom for as long as longer ones come.
+        if len(self._by_work) > 2 * len(self._by_age) + 64:
+            self._by_work = [entry for entry in self._by_work if entry[1] in self._by_age]
+            heapq.heapify(self._by_work)
 
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for sequence, _ in self._by_age.values())

@@ -80,9 +80,8 @@ class WorkerPool:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
             os.close(read_end)
-        worker = WorkerProcess(
-            index, b"%d.%d" % (index, self._num_started), process, os.pidfd_open(process.pid), write_end
-        )
+        identity = b"%d.%d" % (index, self._num_started)
+        worker = WorkerProcess(index, identity, process, _pidfd(process), write_end)
         self.processes[index] = worker
         return worker
 
@@ -143,3 +142,12 @@ class WorkerPool:
             os.close(worker.lifeline)
             os.close(worker.pidfd)
         self.processes.clear()
+
+
+def _pidfd(process: subprocess.Popen) -> int:
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError as error:
+        process.kill()
+        process.wait()
+        raise UnsupportedHostError(f"pidfd_open: {error.strerror}; Linux 5.3 or newer is needed") from error

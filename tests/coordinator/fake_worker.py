@@ -1,7 +1,8 @@
 """A worker process with a make-believe model: everything else of it is real.
 
 Keeps tokens in the real arena, where a model keeps keys and values. FAKE_* environment variables make it slow or
-ill: FAKE_STEP_SECONDS, FAKE_DIE_AT_START (signal), FAKE_LOAD_ERROR, FAKE_RAISE (on POISON), FAKE_AFFINITY.
+ill: FAKE_STEP_SECONDS, FAKE_DIE_AT_START (signal), FAKE_LOAD_ERROR, FAKE_RAISE (on POISON), FAKE_AFFINITY,
+FAKE_PROTOCOL.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from makebelieve import POISON, TOKEN_BYTES, FakeBatch, next_token
 
+from coremill.config import messages
 from coremill.config.arena import ArenaGeometry
 from coremill.config.errors import ModelError
 from coremill.worker.__main__ import main
@@ -67,6 +69,7 @@ def load(settings, counters):
 if __name__ == "__main__":
     if "FAKE_DIE_AT_START" in os.environ:
         os.kill(os.getpid(), int(os.environ["FAKE_DIE_AT_START"]))
+    messages.PROTOCOL_VERSION = int(os.environ.get("FAKE_PROTOCOL", messages.PROTOCOL_VERSION))
     if "FAKE_AFFINITY" in os.environ:
         real = os.sched_getaffinity
         os.sched_getaffinity = lambda pid: {*real(pid), 4095}

@@ -156,6 +156,7 @@ def test_cancel(shared):
 
 
 def test_stats(shared):
+    assert shared.wait_ready(30)
     shared.submit("a", max_tokens=3).result(30)
     workers = shared.stats()["workers"]
     assert sum(worker["decode_tokens"] for worker in workers) > 0

@@ -281,6 +281,12 @@ def test_a_worker_that_is_not_where_it_should_be(engine, monkeypatch):
         engine().wait_ready(10)
 
 
+def test_a_worker_of_another_version(engine, monkeypatch):
+    monkeypatch.setenv("FAKE_PROTOCOL", "99")
+    with pytest.raises(WorkerStartError, match="speaks protocol 99"):
+        engine().wait_ready(10)
+
+
 def test_a_core_that_does_not_exist(engine):
     with pytest.raises(UnsupportedHostError, match=r"pinning worker 0 to CPUs \[5000\]"):
         engine(groups=[(5000,)])
