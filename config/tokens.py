@@ -57,6 +57,29 @@ END_MARKERS = frozenset(
 _PREFIX = "tokenizer.ggml."
 
 
+# Fields of a description and the Python types their values (or the values in them) may have.
+_LISTS = {"tokens": (str,), "token_type": (int,), "merges": (str,), "scores": (float, int)}
+_VALUES = {"model": (str,), "pre": (str,), "add_bos_token": (bool,), "add_space_prefix": (bool,)}
+_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+
+
+def check_description(description: Mapping[str, Any]) -> None:
+    """ModelError naming the first field whose value is of the wrong type: anybody can write a model file."""
+    for name, types in _LISTS.items():
+        value = description.get(_PREFIX + name)
+        if value is None:
+            continue
+        if not isinstance(value, (list, tuple)) or not set(map(type, value)) <= set(types):
+            raise ModelError(f"{_PREFIX}{name}: must be a list of {types[0].__name__}")
+    values = _VALUES | {f"{name}_token_id": (int,) for name in _IDS}
+    for name, types in values.items():
+        value = description.get(_PREFIX + name)
+        if value is not None and type(value) not in types:
+            raise ModelError(f"{_PREFIX}{name}: {value!r} is not of type {types[0].__name__}")
+    if not isinstance(description.get("tokenizer.chat_template", ""), str):
+        raise ModelError("tokenizer.chat_template: must be text")
+
+
 def vocabulary(description: Mapping[str, Any]) -> Sequence[str]:
     """The token texts in id order, as the file spells them."""
     tokens = description.get(_PREFIX + "tokens")

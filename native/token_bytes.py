@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coremill.config.errors import PackError, UnsupportedModelError
-from coremill.config.tokens import BYTE, NORMAL, UNUSED, USER_DEFINED, byte_alphabet, control_ids
+from coremill.config.tokens import BYTE, NORMAL, UNUSED, USER_DEFINED, byte_alphabet, check_description, control_ids
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _HEADER = struct.Struct("<II")
@@ -53,7 +53,9 @@ def build_token_bytes(tokenizer: Mapping[str, Any]) -> bytes:
 
     Raises:
         UnsupportedModelError: tokenizer.ggml.model is unknown, or its lists do not fit each other.
+        ModelError: a field is malformed.
     """
+    check_description(tokenizer)
     pieces = tokenizer.get("tokenizer.ggml.tokens")
     if pieces is None:
         return _HEADER.pack(0, 0)

@@ -81,8 +81,10 @@ class ModelTokenizer:
     def from_description(cls, description: Mapping[str, Any]) -> ModelTokenizer:
         """Build from raw `tokenizer.*` metadata.
 
-        Raises UnsupportedModelError naming a tokenizer model or pre-tokenizer that is not known.
+        Raises UnsupportedModelError naming a tokenizer model or pre-tokenizer that is not known, ModelError for
+        fields that are malformed.
         """
+        vocab_facts.check_description(description)
         model = description.get("tokenizer.ggml.model")
         if model == "gpt2":
             return _byte_level(cls, description)

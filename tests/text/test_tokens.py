@@ -3,7 +3,14 @@
 import pytest
 
 from coremill.config.errors import ModelError
-from coremill.config.tokens import byte_alphabet, byte_token_value, control_ids, end_of_generation_ids, special_id
+from coremill.config.tokens import (
+    byte_alphabet,
+    byte_token_value,
+    check_description,
+    control_ids,
+    end_of_generation_ids,
+    special_id,
+)
 
 
 def description(tokens, **fields):
@@ -43,6 +50,28 @@ def test_malformed():
     assert special_id(description([("a", 1)], padding_token_id=2**32 - 1), "padding") is None
     with pytest.raises(ModelError, match="'<0xG1>' is not of the form"):
         byte_token_value("<0xG1>")
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("ggml.tokens", [1]),
+        ("ggml.tokens", "abc"),
+        ("ggml.merges", [["a", "b"]]),
+        ("ggml.scores", ["1"]),
+        ("ggml.token_type", [1.0]),
+        ("ggml.model", ["gpt2"]),
+        ("ggml.pre", 5),
+        ("ggml.bos_token_id", "1"),
+        ("ggml.eos_token_id", True),
+        ("ggml.add_bos_token", 1),
+        ("chat_template", ["x"]),
+    ],
+)
+def test_values_of_the_wrong_type(byte_level, field, value):
+    check_description(byte_level())
+    with pytest.raises(ModelError, match=field):
+        check_description(byte_level() | {"tokenizer." + field: value})
 
 
 def test_the_byte_alphabet():
