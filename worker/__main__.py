@@ -35,12 +35,24 @@ def main(argv: list[str], load_model: Callable[..., tuple[Any, Any]] | None = No
         return 0
     _watch(lifeline)
 
-    from coremill.config.counters import CounterPage
-    from coremill.config.messages import PROTOCOL_VERSION, Failed, Hello, Ready
+    from coremill.config.messages import PROTOCOL_VERSION, Hello
 
     channel = SocketChannel(settings.endpoint, settings.identity)
     affinity = tuple(sorted(os.sched_getaffinity(0)))
     channel.send(Hello(PROTOCOL_VERSION, settings.worker, os.getpid(), affinity))
+    if len(settings.cores) > 1:
+        status = _on_first_core(settings.cores[0], lambda: _serve(channel, settings, load_model))
+    else:
+        status = _serve(channel, settings, load_model)
+    channel.close()
+    return status
+
+
+def _serve(channel: Any, settings: Any, load_model: Callable[..., tuple[Any, Any]] | None) -> int:
+    """Load the model and run until Stop; the exit status."""
+    from coremill.config.counters import CounterPage
+    from coremill.config.messages import Failed, Ready
+
     try:
         begun = time.monotonic()
         if load_model is None:
@@ -54,10 +66,25 @@ def main(argv: list[str], load_model: Callable[..., tuple[Any, Any]] | None = No
         # The one place that catches everything: the coordinator passes it on with its traceback.
         text = str(error) or type(error).__name__
         channel.send(Failed(None, type(error).__name__, text, traceback.format_exc()))
-        channel.close()
         return EXIT_FAILED
-    channel.close()
     return 0
+
+
+def _on_first_core(core: int, serve: Callable[[], int]) -> int:
+    """Run `serve` on a thread of its own, pinned to one core of the group: native gives each of the others its
+    thread, and a step waits for the slowest. The process as a whole keeps the group's affinity."""
+    import threading
+
+    status = [EXIT_FAILED]
+
+    def run() -> None:
+        os.sched_setaffinity(0, {core})
+        status[0] = serve()
+
+    thread = threading.Thread(target=run, name="coremill-step")
+    thread.start()
+    thread.join()
+    return status[0]
 
 
 def _watch(lifeline: int) -> None:

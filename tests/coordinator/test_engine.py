@@ -89,6 +89,17 @@ def test_real_model_same_tokens_for_any_workers_and_batches(engine):
     assert tokens(groups=[tuple(sorted(os.sched_getaffinity(0)))]) == reference  # one step on all cores
 
 
+def test_a_group_of_cores_has_one_thread_on_each(engine):
+    cores = tuple(sorted(os.sched_getaffinity(0)))[:2]
+    run = engine(fake=False, groups=[cores])
+    assert run.wait_ready(10)
+    submit(run, SequenceRequest("a", (5, 6), max_tokens=3)).result(10)
+    (pid,) = pids(run)
+    assert tuple(os.sched_getaffinity(pid)) == cores == tuple(run.stats()["workers"][0]["cores"])
+    threads = [tuple(os.sched_getaffinity(thread.id)) for thread in psutil.Process(pid).threads()]
+    assert set(threads) >= {(core,) for core in cores}
+
+
 def test_killed_workers_cost_nothing_but_time(engine, sim, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.002")
     run = engine(2, max_active=4)
