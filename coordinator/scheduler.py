@@ -47,8 +47,9 @@ from coremill.coordinator.limits import Limits, refusal
 # Two fruitless deaths in a row and a worker is not started again; the last worker gets a few more chances.
 FRUITLESS_DEATHS = 2
 FRUITLESS_DEATHS_OF_LAST = 5
-# As many deaths without a single step of any worker between them: something is wrong with this machine.
-DEATHS_WITHOUT_STEP = 16
+# As many deaths at work without a single step of any worker between them: it is not single rows that are wrong.
+DEATHS_WITHOUT_STEP = 64
+# A row that did this to a worker which ran nothing else is set aside.
 DEATHS_ALONE = 2
 # top_p 0 means the most likely token alone; so does any share this small.
 SMALLEST_TOP_P = 1e-9
@@ -145,9 +146,9 @@ class Scheduler:
         slot.stepped = True
         slot.fruitless_deaths = self._deaths_without_step = 0
         for number, computed in message.prefilled:
-            self._moved_on(slot.leases[number], computed)
+            self._moved_on(self._lease(slot, number), computed)
         for number, token, text in message.tokens:
-            lease = slot.leases[number]
+            lease = self._lease(slot, number)
             sequence = lease.sequence
             if sequence.lease is lease:
                 if sequence.phase == "prefill":
@@ -172,32 +173,32 @@ class Scheduler:
     def _died(self, event: WorkerDied, now: float) -> None:
         slot = self.slots[event.worker]
         was_ready, stepped, held = slot.state == "ready", slot.stepped, list(slot.leases)
-        blamed = self._charge(slot, event, now)
+        charged = self._charge(slot, event, now)
         for number in held:
             lease = self._close_lease(slot, number)
             if lease.sequence.lease is lease:
                 self._requeue(lease.sequence, now)
         slot.state, slot.stepped = "starting", False
-        idle = was_ready and not held
-        if not (stepped or idle or blamed):
+        at_work = held or not was_ready
+        if at_work and not (stepped or charged):
             slot.fruitless_deaths += 1
-        self._deaths_without_step += 1
+        self._deaths_without_step += bool(at_work)
         if self.closed is None:
             self._restart_or_not(slot, event, now)
 
     def _charge(self, slot: Slot, event: WorkerDied, now: float) -> bool:
-        """Book a crash on those who may have caused it. True when one row alone must have.
+        """Book a crash on those who may have caused it. False when nobody can have.
 
         Rows that shared the step are suspects, not culprits: each runs alone until it has moved on.
         """
-        if not event.crashed:
+        if not event.crashed or not slot.leases:
             return False
         alone = slot.leases.get(event.alone)
         if alone is None:
             for lease in slot.leases.values():
                 if lease.sequence.lease is lease and lease.sequence.charged_at is None:
                     lease.sequence.charged_at = lease.sequence.progress
-            return False
+            return True
         sequence = alone.sequence
         if sequence.lease is not alone or sequence.charged_at is None:
             return True
@@ -255,10 +256,16 @@ class Scheduler:
     def _line_of(self, sequence: Sequence) -> WaitingLine:
         return self.waiting if sequence.charged_at is None else self.suspects
 
-    def _close_lease(self, slot: Slot, number: int | None) -> Lease:
-        lease = slot.leases.pop(number, None)
+    @staticmethod
+    def _lease(slot: Slot, number: int | None) -> Lease:
+        lease = slot.leases.get(number)
         if lease is None:
             raise SchedulerError(f"worker {slot.index} speaks of lease {number}, which it does not hold")
+        return lease
+
+    def _close_lease(self, slot: Slot, number: int | None) -> Lease:
+        lease = self._lease(slot, number)
+        del slot.leases[number]
         self._hungry.pop(number, None)
         self._num_growing -= self._is_growing(lease)
         self.blocks.give_back(lease.blocks)

@@ -209,8 +209,9 @@ def test_a_failing_sequence_is_its_own_affair():
 def test_a_lease_the_worker_cannot_hold_stops_everything():
     scheduler = make()
     ready(scheduler, 0)
-    with pytest.raises(SchedulerError, match="lease 7"):
-        scheduler.advance([FromWorker(0, Released(7, 0))], 0.0)
+    for message in (Released(7, 0), Failed(7, "x", "y", ""), stepped(tokens=[(7, 1, b"")]).message):
+        with pytest.raises(SchedulerError, match="lease 7"):
+            scheduler.advance([FromWorker(0, message)], 0.0)
 
 
 def test_killed_from_outside_nobody_is_charged_and_all_go_on_from_what_was_acknowledged():
@@ -280,13 +281,29 @@ def test_deaths_without_progress_lower_the_count_but_not_below_one():
 
 def test_progress_or_idleness_between_deaths_keeps_the_count():
     scheduler = make(num_workers=2, num_blocks=32)
-    for _ in range(20):
+    for _ in range(100):
         ready(scheduler, 0, 1)
+        assert scheduler.advance([WorkerDied(1, "x", crashed=False)], 0.0) == [StartWorker(1)]  # it idled
+        ready(scheduler, 1)
         assert scheduler.advance([WorkerDied(0, "x", crashed=False)], 0.0) == [StartWorker(0)]
         ready(scheduler, 0)
         scheduler.advance([Submitted(1, request("a", 8, 2))], 0.0)
         lease = next(iter(scheduler.slots[0].leases))
         scheduler.advance([stepped(0, tokens=[(lease, 5, b"")], finished=[(lease, "stop")])], 0.0)
+
+
+def test_a_file_of_poison_is_set_aside_row_by_row_but_not_for_ever():
+    scheduler = make(max_active=1, num_blocks=64)
+    scheduler.advance([Submitted(ticket, request(str(ticket), 8, 8)) for ticket in range(1, 50)], 0.0)
+    aside, given_up = 0, []
+    while not given_up:
+        (begin,) = (x.message for x in ready(scheduler, 0) if isinstance(x.message, Begin))
+        alone = begin.lease if begin.alone_until is not None else 0
+        sent = scheduler.advance([WorkerDied(0, "killed by SIGILL", crashed=True, alone=alone)], 0.0)
+        aside += sum(result.error.code == "worker_crashed" for _, result in finishes(sent))
+        given_up = [x for x in sent if isinstance(x, GiveUp)]
+        scheduler.check()
+    assert aside == 64 // 3 and "SIGILL" in given_up[0].reason
 
 
 def test_workers_that_say_they_can_never_start():
