@@ -268,6 +268,8 @@ static void want_huge_pages(cm_engine *e, const cm_batch *b) {
         for (size_t region = begin / HUGE_PAGE; region <= last && region < e->num_regions; region++)
             if (!e->huge_tried[region]) {
                 e->huge_tried[region] = 1;
+                /* A region without any page yet is refused: reading makes the first one. */
+                (void)*(volatile const uint8_t *)(e->kv.arena + region * HUGE_PAGE);
                 madvise(e->kv.arena + region * HUGE_PAGE, HUGE_PAGE, MADV_COLLAPSE);
             }
     }
