@@ -8,7 +8,7 @@
 #define TILE_TOKENS 8
 #define TILES(Z, format)                                                                                     \
     Z(format, 1, 1) Z(format, 1, 2) Z(format, 1, 3) Z(format, 1, 4) Z(format, 1, 8)                          \
-    Z(format, 2, 1) Z(format, 2, 2) Z(format, 2, 3) Z(format, 2, 4)
+    Z(format, 2, 1) Z(format, 2, 2) Z(format, 2, 3) Z(format, 2, 4) Z(format, 2, 5) Z(format, 2, 6)
 #define TILES_FLOAT(Z, format) Z(format, 2, 8)
 #define TILE_STRIPS(format, panels, tokens) (panels)
 
@@ -113,5 +113,7 @@ static int tile_panels(int format, int num_tokens) {
 static int tile_tokens(int format, int num_panels, int left) {
     if (left >= 8 && (num_panels == 1 || cm_is_float_format(format)))
         return 8;
+    if (num_panels == 2 && (left == 5 || left == 6)) /* one more tile of 1 or 2 would be far from full speed */
+        return left;
     return left < 4 ? left : 4;
 }
