@@ -32,6 +32,7 @@ class Runs:
         self.input, self.out, self.stats_path = folder / "in.jsonl", folder / "out.jsonl", folder / "stats.json"
         self.errors = folder / "out.errors.jsonl"
         self._model = str(model)
+        self.cache = cache
         self._mark = f"{self.MARK}={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
         unwanted = {name for name in os.environ if name.startswith("COREMILL_")} | {"XDG_RUNTIME_DIR"}
