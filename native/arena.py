@@ -14,7 +14,6 @@ from coremill.config.arena import ArenaGeometry
 from coremill.config.errors import EngineError
 from coremill.native.mapping import SharedMap
 
-
 # What the arena is called in /proc/PID/smaps.
 ARENA_NAME = "coremill-arena"
 
