@@ -75,11 +75,11 @@ V16_INLINE void v16_store_f16(uint16_t *p, v16 a) {
 V16_INLINE v16_mask v16_less(v16 a, v16 b) {
     return (v16_mask){_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)};
 }
+V16_INLINE v16_mask v16_not_less(v16 a, v16 b) {
+    return (v16_mask){_mm256_cmp_ps(a.lo, b.lo, _CMP_NLT_UQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_NLT_UQ)};
+}
 V16_INLINE v16 v16_select(v16_mask m, v16 a, v16 b) {
     return (v16){_mm256_blendv_ps(b.lo, a.lo, m.lo), _mm256_blendv_ps(b.hi, a.hi, m.hi)};
-}
-V16_INLINE v16 v16_zero_where(v16_mask m, v16 a) {
-    return (v16){_mm256_andnot_ps(m.lo, a.lo), _mm256_andnot_ps(m.hi, a.hi)};
 }
 V16_INLINE v16 v16_first(int n, v16 a, v16 b) { return v16_select(v16_lanes(n), a, b); }
 
@@ -87,13 +87,13 @@ V16_INLINE v16 v16_round(v16 a) {
     return (v16){_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
                  _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-V16_INLINE __m256 v16_scale2_half(__m256 p, __m256 n) {
+V16_INLINE __m256 v16_scale2_half(__m256 keep, __m256 p, __m256 n) {
     /* NaN converts to 0x80000000, whose shift is 0: p keeps its NaN. */
     __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
+    return _mm256_and_ps(keep, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent)));
 }
-V16_INLINE v16 v16_scale2(v16 p, v16 n) {
-    return (v16){v16_scale2_half(p.lo, n.lo), v16_scale2_half(p.hi, n.hi)};
+V16_INLINE v16 v16_scale2(v16_mask keep, v16 p, v16 n) {
+    return (v16){v16_scale2_half(keep.lo, p.lo, n.lo), v16_scale2_half(keep.hi, p.hi, n.hi)};
 }
 
 V16_INLINE v16 v16_swap_pairs(v16 a) { return (v16){_mm256_permute_ps(a.lo, 0xb1), _mm256_permute_ps(a.hi, 0xb1)}; }

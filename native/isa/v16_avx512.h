@@ -52,14 +52,14 @@ V16_INLINE void v16_store_f16_8(uint16_t *p, v16 a) {
 }
 
 V16_INLINE v16_mask v16_less(v16 a, v16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+V16_INLINE v16_mask v16_not_less(v16 a, v16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }
 V16_INLINE v16 v16_select(v16_mask m, v16 a, v16 b) { return _mm512_mask_mov_ps(b, m, a); }
-V16_INLINE v16 v16_zero_where(v16_mask m, v16 a) { return _mm512_maskz_mov_ps((v16_mask)~m, a); }
 V16_INLINE v16 v16_first(int n, v16 a, v16 b) { return _mm512_mask_mov_ps(b, v16_lanes(n), a); }
 
 V16_INLINE v16 v16_round(v16 a) {
     return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-V16_INLINE v16 v16_scale2(v16 p, v16 n) { return _mm512_scalef_ps(p, n); }
+V16_INLINE v16 v16_scale2(v16_mask keep, v16 p, v16 n) { return _mm512_maskz_scalef_ps(keep, p, n); }
 
 V16_INLINE v16 v16_swap_pairs(v16 a) { return _mm512_permute_ps(a, 0xb1); }
 V16_INLINE v16 v16_load_twice(const float *p, int n) {

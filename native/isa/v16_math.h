@@ -22,8 +22,7 @@ V16_INLINE v16 v16_exp2_poly(v16 r) {
 /* 2**x for x <= 128, or NaN. 0 below -126, so that no result is subnormal; inf at 128; NaN stays NaN. */
 V16_INLINE v16 v16_exp2_upto128(v16 x) {
     v16 n = v16_round(x);
-    v16 y = v16_scale2(v16_exp2_poly(v16_sub(x, n)), n);
-    return v16_zero_where(v16_less(x, v16_set1(-126.0f)), y);
+    return v16_scale2(v16_not_less(x, v16_set1(-126.0f)), v16_exp2_poly(v16_sub(x, n)), n);
 }
 
 /* 2**x for any x. */
@@ -38,11 +37,10 @@ V16_INLINE v16 v16_exp(v16 x) {
     v16 t = v16_mul(x, log2e);
     v16 n = v16_round(v16_min(v16_set1(128.0f), t));
     v16 r = v16_fma(x, v16_set1(CM_LOG2E_TAIL), v16_fma(x, log2e, v16_sub(v16_zero(), n)));
-    v16 y = v16_scale2(v16_exp2_poly(r), n);
-    y = v16_select(v16_less(t, v16_set1(128.0f)), y, v16_add(t, v16_set1(INFINITY))); /* inf, or NaN */
-    /* Up to and including -126, the first float above being -0x1.f7fffep+6: t is rounded, so at -126 itself the
-     * result might be a little below 2**-126. */
-    return v16_zero_where(v16_less(t, v16_set1(-0x1.f7fffep+6f)), y);
+    /* 0 up to and including -126, the first float above being -0x1.f7fffep+6: t is rounded, so that at -126
+     * itself the result might be a little below 2**-126. */
+    v16 y = v16_scale2(v16_not_less(t, v16_set1(-0x1.f7fffep+6f)), v16_exp2_poly(r), n);
+    return v16_select(v16_not_less(t, v16_set1(128.0f)), v16_add(t, v16_set1(INFINITY)), y); /* inf, or NaN */
 }
 
 /* x / (1 + e**-x) */

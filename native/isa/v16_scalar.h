@@ -70,7 +70,7 @@ V16_INLINE v16_mask v16_less(v16 a, v16 b) {
     return out;
 }
 V16_INLINE v16 v16_select(v16_mask m, v16 a, v16 b) { V16_EACH(m >> i & 1 ? a.lane[i] : b.lane[i]); }
-V16_INLINE v16 v16_zero_where(v16_mask m, v16 a) { V16_EACH(m >> i & 1 ? 0.0f : a.lane[i]); }
+V16_INLINE v16_mask v16_not_less(v16 a, v16 b) { return ~v16_less(a, b); } /* so NaN is not less */
 /* Lane l of a where l < n, else of b; any n. */
 V16_INLINE v16 v16_first(int n, v16 a, v16 b) { V16_EACH(i < n ? a.lane[i] : b.lane[i]); }
 
@@ -79,12 +79,16 @@ V16_INLINE v16 v16_round(v16 a) {
     /* Any |x| of 2**23 or more is an integer already (or infinite, or NaN). */
     V16_EACH(fabsf(a.lane[i]) < 0x1p23f ? copysignf(fabsf(a.lane[i]) + 0x1p23f - 0x1p23f, a.lane[i]) : a.lane[i]);
 }
-/* p * 2**n for 0.5 < p < 2, n an integer in -126..128 (p = 1 at 128) and a result that is not subnormal.
- * NaN in p stays NaN; else lanes of other n are unspecified. */
-V16_INLINE v16 v16_scale2(v16 p, v16 n) {
-    V16_EACH(n.lane[i] >= -126.0f && n.lane[i] <= 128.0f
-                 ? cm_float_of(cm_bits_of(p.lane[i]) + ((uint32_t)(int32_t)n.lane[i] << 23))
-                 : p.lane[i]);
+/* p * 2**n where keep, else 0. In kept lanes n is an integer from -126 to 128 and p is 0.5 to 2, but p = 1 at 128
+ * and p >= 1 at -126, so that no result is subnormal; or p is NaN, and so is the result. */
+V16_INLINE v16 v16_scale2(v16_mask keep, v16 p, v16 n) {
+    for (int i = 0; i < 16; i++) {
+        if (!(keep >> i & 1))
+            p.lane[i] = 0.0f;
+        else if (n.lane[i] >= -126.0f && n.lane[i] <= 128.0f)
+            p.lane[i] = cm_float_of(cm_bits_of(p.lane[i]) + ((uint32_t)(int32_t)n.lane[i] << 23));
+    }
+    return p;
 }
 
 /* Lanes 1 0 3 2 5 4 ... */
