@@ -86,7 +86,7 @@ class Option:
 
 # A verb's options are those whose row names it.
 _ENGINE = ("run", "bench", "bench peer")
-_MODEL = (*_ENGINE, "perplexity", "pack", "inspect")
+_MODEL = (*_ENGINE, "bench start", "perplexity", "pack", "inspect")
 
 OPTIONS: tuple[Option, ...] = (
     Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
@@ -147,7 +147,7 @@ OPTIONS: tuple[Option, ...] = (
            "Write the logits of all tokens to this file: float32 [tokens][vocabulary], for numpy.load.",
            ("perplexity",), default_text="none"),
     Option("json", Flag(), False, "Print one JSON object instead of a text for people.",
-           ("doctor", "bench", "bench peer", "inspect", "cache ls", "perplexity")),
+           ("doctor", "bench", "bench start", "bench peer", "inspect", "cache ls", "perplexity")),
     Option("layout", Flag(), False, "Show how each tensor's shape maps from the file to panels.", ("inspect",)),
     Option("verify", Flag(), False, "Read the whole pack and compare all checksums.", ("pack",)),
     Option("everything", Flag(), False, "Remove all packs, and fetched models too.", ("cache prune",)),
@@ -156,7 +156,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("dry_run", Flag(), False, "Only say what would be removed.", ("cache prune",)),
     Option("quick", Flag(), False, "Fewer sizes and shorter runs: a first look in under a minute.", ("bench",)),
     Option("roofline", Flag(), False, "Only the machine's ceilings; needs no model.", ("bench",)),
-    Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.", ("bench", "bench peer")),
+    Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.",
+           ("bench", "bench start", "bench peer")),
     Option("concurrency", Integer(1, 4096), 16,
            "Requests open at the peer's server at a time.", ("bench peer",)),
     Option("config", Text("FILE"), None, "TOML file with options.",

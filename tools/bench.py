@@ -37,6 +37,7 @@ _MUCH_NOISE, _MUCH_STEAL = 0.10, 0.02
         ("coremill bench -m smollm2 --quick", "a first look"),
         ("coremill bench --roofline", "only what the machine can do"),
         ("coremill bench -m model.gguf --json > bench.json", "figures for a script"),
+        ("coremill bench start -m smollm2", "time to the first token, cost of a second worker"),
         ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf", "against another server"),
     ],
 )
@@ -63,6 +64,27 @@ def command(context: click.Context, settings: Settings) -> None:
         from coremill.tools.bench_text import report_text
 
         click.echo(report_text(report), nl=False)
+
+
+@command.command(
+    "start",
+    cls=Verb,
+    examples=[
+        ("coremill bench start -m smollm2", "medians of three rounds"),
+        ("coremill bench start -m model.gguf --rounds 9 --json", "for a script"),
+    ],
+)
+@takes("bench start")
+def start(settings: Settings) -> None:
+    """Measure how soon a fresh `coremill run` has its first token, and what memory a second worker adds."""
+    from coremill.tools.bench_start import bench_start
+
+    if settings["json"]:
+        import json
+
+        click.echo(json.dumps(bench_start(settings, _progress(settings)), indent=2))
+    else:
+        bench_start(settings, click.echo)
 
 
 @command.command(
