@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,13 +22,11 @@ def output_file(out: Path, nbytes: int) -> Iterator[int]:
 
     It is locked while being written, so that a leftover of a killed process is known by its free lock.
     """
-    temporary = out.parent / f".packing-{secrets.token_hex(8)}"
     try:
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        temporary, fd = _create_locked(out.parent)
     except OSError as error:
         raise write_error(error, out, nbytes) from error
     try:
-        lock_if_possible(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _allocate(fd, nbytes)
         yield fd
         os.fchmod(fd, 0o444)
@@ -47,6 +44,17 @@ def output_file(out: Path, nbytes: int) -> Iterator[int]:
         os.close(fd)
 
 
+def _create_locked(folder: Path) -> tuple[Path, int]:
+    """A new temporary file that no sweep removes while its descriptor is open."""
+    while True:
+        temporary = folder / f".packing-{secrets.token_hex(8)}"
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        lock_if_possible(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return temporary, fd
+        os.close(fd)  # swept between being made and being locked
+
+
 def _allocate(fd: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -57,11 +65,12 @@ def _allocate(fd: int, nbytes: int) -> None:
 
 
 def lock_if_possible(fd: int, operation: int) -> bool:
-    """Whether the lock was taken; some network file systems have none, and nothing depends on it there."""
+    """Whether the lock was taken; some network file systems have none, or none for readers (EBADF), and nothing
+    depends on it there."""
     try:
         fcntl.flock(fd, operation)
     except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EWOULDBLOCK):
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EWOULDBLOCK):
             return False
         raise
     return True
@@ -92,18 +101,24 @@ def sweep_temporaries(folder: Path) -> int:
         if not TEMPORARY.fullmatch(path.name):
             continue
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = _open_any(path)
         except (FileNotFoundError, PermissionError):
             continue  # finished by its owner meanwhile, or somebody else's
         try:
-            info = os.fstat(fd)
-            # A very young one may not have been locked by its owner yet.
-            if time.time() - info.st_mtime > 10 and lock_if_possible(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                freed += info.st_size
+            if lock_if_possible(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                freed += os.fstat(fd).st_size
                 _remove(path)
         finally:
             os.close(fd)
     return freed
+
+
+def _open_any(path: Path) -> int:
+    """For writing, as locks of some network file systems need it; one that was complete already is read-only."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 _ELSEWHERE = "set COREMILL_CACHE to a folder on a larger disk"

@@ -201,17 +201,30 @@ def test_leftovers_of_killed_runs_are_swept(tmp_path, root):
     )
     assert subprocess.run([sys.executable, "-c", code, model]).returncode == -9
     (leftover,) = (root / "packs").iterdir()
-    assert ensure_pack(model).exists() and leftover.exists()  # too young to be sure that nobody owns it
-    os.utime(leftover, (1, 1))
-    assert output.sweep_temporaries(root / "packs") > 0 and not leftover.exists()
+    leftover.chmod(0o444)  # as it is while a complete one is synced
+    assert ensure_pack(model).exists() and not leftover.exists()
 
 
 def test_a_temporary_in_use_is_not_swept(tmp_path):
     with output.output_file(tmp_path / "out", 1000):
-        (temporary,) = tmp_path.iterdir()
-        os.utime(temporary, (1, 1))
         assert output.sweep_temporaries(tmp_path) == 0
     assert (tmp_path / "out").stat().st_size == 1000
+
+
+def test_a_temporary_swept_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
+    lock = output.lock_if_possible
+    sweeps = []
+
+    def lock_after_a_sweep(fd, operation):
+        if not sweeps:
+            sweeps.append(None)
+            sweeps[0] = output.sweep_temporaries(tmp_path)
+        return lock(fd, operation)
+
+    monkeypatch.setattr(output, "lock_if_possible", lock_after_a_sweep)
+    with output.output_file(tmp_path / "out", 1000):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # ---- disks ----
