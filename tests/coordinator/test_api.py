@@ -277,18 +277,19 @@ def test_kill_of_a_worker_of_the_default_model(smollm2_pack):
     def texts(kill: bool) -> list[str]:
         with Coordinator(smollm2_pack, max_active=4) as coordinator:
             coordinator.wait_ready(60)
-            jobs = [coordinator.submit(prompt, max_tokens=40, seed=1) for prompt in prompts]
+            jobs = [coordinator.submit(prompt, max_tokens=80, seed=1) for prompt in prompts]
             if kill:
-                while not (
-                    busy := [w for w in coordinator.stats()["workers"] if w["active"] and w["decode_tokens"] > 20]
-                ):
-                    time.sleep(0.01)
-                os.kill(busy[0]["pid"], signal.SIGKILL)
-                begun = time.monotonic()
+                place = coordinator._engine._shell.places[0]
+                while place.counters["decode_tokens"] < 20:
+                    assert not all(job.done() for job in jobs)
+                    time.sleep(0.002)
+                pid = place.pid
+                os.kill(pid, signal.SIGKILL)
+                assert gone([pid], 1.0)
+                assert not all(job.done() for job in jobs)
             found = [job.result(120).text for job in jobs]
-            if kill:
-                assert sum(worker["restarts"] for worker in coordinator.stats()["workers"]) == 1
-                assert gone([busy[0]["pid"]], max(0, begun + 1 - time.monotonic()))
+            restarts = [worker["restarts"] for worker in coordinator.stats()["workers"]]
+            assert restarts[0] == kill and not any(restarts[1:])
         return found
 
     assert texts(kill=True) == texts(kill=False)
@@ -301,15 +302,18 @@ def test_first_token_of_the_default_model_in_a_second(smollm2_pack):
         "c = Coordinator(sys.argv[1]); print(c.submit('The capital of France is', max_tokens=1, temperature=0)"
         ".result().text, flush=True); c.close()"
     )
-    times = []
-    for _ in range(3):
-        slowdown = max(1.0, _slowdown())
+    best = 9.0
+    for _ in range(10):
+        slowdown = _slowdown()
         begun = time.monotonic()
         process = subprocess.Popen([sys.executable, "-c", script, str(smollm2_pack)], stdout=subprocess.PIPE)
         assert process.stdout.readline() == b" Paris\n"
-        times.append((time.monotonic() - begun) / slowdown)
+        seconds = time.monotonic() - begun
         process.communicate()
-    assert min(times) < 1.0
+        best = min(best, seconds / max(1.0, slowdown, _slowdown()))
+        if best < 1.0:
+            break
+    assert best < 1.0
 
 
 def _slowdown() -> float:

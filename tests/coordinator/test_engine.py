@@ -101,12 +101,13 @@ def test_a_group_of_cores_has_one_thread_on_each(engine):
 
 
 def test_killed_workers_cost_nothing_but_time(engine, sim, monkeypatch):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.002")
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.005")
     run = engine(2, max_active=4)
     requests = rows(sim, 60)
     futures = [submit(run, request) for request in requests]
     killed = set()
     while len(killed) < 4:
+        assert not all(future.done() for future in futures)
         victim = random.choice([place for place in run._shell.places if place.state == "ready"] or [None])
         if victim is not None and victim.counters["active"] and victim.pid not in killed:
             killed.add(victim.pid)
