@@ -28,7 +28,9 @@ V16_INLINE v16 v16_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
 V16_INLINE v16 v16_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
 V16_INLINE v16 v16_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
 V16_INLINE v16 v16_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
-V16_INLINE float v16_fma1(float a, float b, float c) { return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c))); } /* one lane */
+V16_INLINE float v16_fma1(float a, float b, float c) {
+    return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c)));
+}
 V16_INLINE void v16_store(float *p, v16 a) { _mm512_storeu_ps(p, a); }
 
 V16_INLINE v16_mask v16_lanes(int n) {
