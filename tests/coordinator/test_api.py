@@ -295,30 +295,12 @@ def test_kill_of_a_worker_of_the_default_model(smollm2_pack):
     assert texts(kill=True) == texts(kill=False)
 
 
-def test_first_token_of_the_default_model_in_a_second(smollm2_pack):
-    """From exec of a fresh Python to the first token, caches warm; longer when others use the machine meanwhile."""
+def test_a_fresh_process_gets_a_token(smollm2_pack):
+    """Without a __main__ guard, from `python -c`. How long it takes is `coremill bench start`'s business."""
     script = (
         "import sys; from coremill.coordinator import Coordinator\n"
         "c = Coordinator(sys.argv[1]); print(c.submit('The capital of France is', max_tokens=1, temperature=0)"
         ".result().text, flush=True); c.close()"
     )
-    best = 9.0
-    for _ in range(10):
-        slowdown = _slowdown()
-        begun = time.monotonic()
-        process = subprocess.Popen([sys.executable, "-c", script, str(smollm2_pack)], stdout=subprocess.PIPE)
-        assert process.stdout.readline() == b" Paris\n"
-        seconds = time.monotonic() - begun
-        process.communicate()
-        best = min(best, seconds / max(1.0, slowdown, _slowdown()))
-        if best < 1.0:
-            break
-    assert best < 1.0
-
-
-def _slowdown() -> float:
-    """How much longer than alone things take on this machine just now."""
-    wall, cpu = time.monotonic(), time.process_time()
-    while time.process_time() - cpu < 0.1:
-        pass
-    return (time.monotonic() - wall) / 0.1
+    done = subprocess.run([sys.executable, "-c", script, str(smollm2_pack)], capture_output=True, timeout=120)
+    assert (done.stdout, done.returncode) == (b" Paris\n", 0), done.stderr
