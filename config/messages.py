@@ -21,7 +21,7 @@ import msgpack
 
 from coremill.config.errors import EngineError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class ProtocolError(EngineError):
@@ -77,6 +77,8 @@ class Begin:
     """A sequence, whole. tokens: prompt, then whatever was generated in earlier leases.
 
     The first `computed` tokens are already in the arena. blocks: the block table from position 0.
+    copy: (source, target, tokens): the last of those `computed` tokens are the first of block `source`, and must be
+    copied into block `target` of the table before the first step.
     max_tokens counts all generated tokens, those of earlier leases included. stop: byte strings that end the text,
     stop_ids: tokens that end it.
     alone_until: it may have crashed a worker, so no other sequence shares its steps until more than this many
@@ -90,6 +92,7 @@ class Begin:
     computed: int
     alone_until: int | None
     blocks: tuple[int, ...]
+    copy: tuple[int, int, int] | None
     max_tokens: int
     temperature: float
     top_p: float

@@ -270,7 +270,7 @@ class Engine:
     def _report(self) -> dict[str, Any]:
         shell = self._shell
         scheduler = shell.scheduler
-        waiting = len(scheduler.waiting) + len(scheduler.suspects)
+        waiting = len(scheduler.waiting) + len(scheduler.suspects) + len(scheduler.parked)
         geometry = self._storage.geometry
         return {
             "startup_seconds": self.startup_seconds,
@@ -282,9 +282,10 @@ class Engine:
             },
             "arena": {
                 "blocks": geometry.num_blocks,
-                "free_blocks": scheduler.blocks.num_free,
                 "block_bytes": geometry.block_bytes,
+                **{f"{where}_blocks": count for where, count in scheduler.count_blocks().items()},
             },
+            "sequences": dict(scheduler.counts),
             "workers": shell.places.report(),
         }
 

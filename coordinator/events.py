@@ -46,6 +46,13 @@ class WorkerDied:
 
 
 @dataclass(frozen=True, slots=True)
+class Workers:
+    """Run on the first `count` places from now on; at least 1."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Closing:
     """Finish everything as it stands, with this error."""
 
@@ -53,7 +60,7 @@ class Closing:
     reason: str = "the engine was closed before this request was done"
 
 
-Event = Submitted | Cancelled | FromWorker | WorkerDied | Closing
+Event = Submitted | Cancelled | FromWorker | WorkerDied | Workers | Closing
 
 # ---- instructions ----
 

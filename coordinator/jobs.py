@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from coremill.config.errors import RequestError
 from coremill.config.request import SequenceRequest, SequenceResult
+from coremill.coordinator.tables import Table
 
 # A waiting sequence is overtaken by longer ones at most this often.
 PATIENCE = 256
@@ -18,7 +19,9 @@ class Sequence:
     """One request from submission to result. It survives leases, workers and preemptions.
 
     tokens: prompt and everything generated so far; text: what has been shown of it, as bytes.
-    progress: the largest number of tokens ever acknowledged as computed.
+    table: its blocks, once it has some. waits_for: another's table, which is getting tokens that this one begins with.
+    cached: prompt tokens that it did not have to compute.
+    progress: the largest number of tokens it ever had, computed for it or found.
     charged_at: its progress when a crash was last charged to it, or None when it has moved on since.
     deaths_alone: crashes since then with nothing else in the step.
     """
@@ -28,6 +31,9 @@ class Sequence:
     tokens: list[int]
     text: bytearray = field(default_factory=bytearray)
     lease: Lease | None = None
+    table: Table | None = None
+    waits_for: Table | None = None
+    cached: int = 0
     progress: int = 0
     charged_at: int | None = None
     deaths_alone: int = 0
@@ -49,8 +55,7 @@ class Sequence:
     @property
     def work_left(self) -> int:
         """Tokens still to compute, at most."""
-        done = self.lease.computed if self.lease else 0
-        return self.max_positions - done
+        return self.max_positions - (self.table.done if self.table else 0)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -83,36 +88,43 @@ class Sequence:
             prefill_s=self.seconds["prefill"],
             decode_s=self.seconds["decode"],
             worker=self.last_worker,
+            cached_tokens=self.cached,
         )
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One stay of a sequence with one worker. closing: asked back, blocks not ours again yet; when its sequence
-    has another lease or none by then, it was cancelled."""
+    """One stay of a sequence with one worker. closing: asked back, the worker may still write to its table; when its
+    sequence has another lease or none by then, it was cancelled, and the table is nobody else's."""
 
     number: int
     worker: int
     sequence: Sequence
-    blocks: list[int]
-    computed: int = 0
+    table: Table
     closing: bool = False
 
 
 @dataclass(slots=True)
 class Slot:
-    """One worker as the scheduler sees it. stepped: its present process has done a step; fruitless_deaths: processes
-    in a row that died without."""
+    """One worker as the scheduler sees it. up, stepped: its present process is ready, has done a step;
+    fruitless_deaths: processes in a row that died without.
+
+        starting --> ready --> draining --> stopped          (nobody needs it: set_workers)
+           ^----------'---------------> retired              (it dies again and again)
+    """
 
     index: int
-    state: str = "starting"  # "starting" | "ready" | "retired"
+    state: str = "starting"
+    up: bool = False
     leases: dict[int, Lease] = field(default_factory=dict)
     stepped: bool = False
     fruitless_deaths: int = 0
+    told_to_stop: bool = False
 
     @property
     def live(self) -> bool:
-        return self.state != "retired"
+        """It runs sequences, or is about to."""
+        return self.state in ("starting", "ready")
 
     @property
     def load(self) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ class Limits:
     max_length: tokens of the longest request. vocab_size: token ids end before it.
     look_ahead: a block table is this much longer than its tokens, so that a worker never waits for Extend.
     urgent: with less room than this, and no free block, somebody must give way.
+    prefix_cache: sequences share what they begin with.
     """
 
     num_workers: int
@@ -25,6 +26,7 @@ class Limits:
     block_tokens: int = 32
     look_ahead: int = 32
     urgent: int = 8
+    prefix_cache: bool = True
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

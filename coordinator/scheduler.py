@@ -7,7 +7,7 @@ The life of a sequence
                      |            '----'-- Released ----|   (blocks were short: the least entitled gives way)
                      '---------------------WorkerDied --'   (its tokens so far are prefilled again elsewhere)
 
-A lease owns its blocks from Begin until the worker has said Finished, Released or Failed, or is dead and reaped.
+A worker may write to a lease's blocks from Begin until it has said Finished, Released or Failed, or is dead and reaped.
 """
 
 from __future__ import annotations
@@ -15,18 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coremill.config.errors import RequestError
-from coremill.config.messages import (
-    Begin,
-    Cancel,
-    Extend,
-    Failed,
-    Ready,
-    Release,
-    Released,
-    Stepped,
-    Stop,
-)
-from coremill.coordinator.blocks import BlockPool
+from coremill.config.messages import Cancel, Failed, Ready, Released, Stepped, Stop
 from coremill.coordinator.events import (
     Cancelled,
     Closing,
@@ -40,9 +29,12 @@ from coremill.coordinator.events import (
     StartWorker,
     Submitted,
     WorkerDied,
+    Workers,
 )
-from coremill.coordinator.jobs import Lease, Sequence, Slot, WaitingLine
+from coremill.coordinator.jobs import Lease, Sequence, Slot
 from coremill.coordinator.limits import Limits, refusal
+from coremill.coordinator.placement import Placement
+from coremill.coordinator.tables import Table
 
 # Two fruitless deaths in a row and a worker is not started again; the last worker gets a few more chances.
 FRUITLESS_DEATHS = 2
@@ -51,32 +43,20 @@ FRUITLESS_DEATHS_OF_LAST = 5
 DEATHS_WITHOUT_STEP = 64
 # A row that did this to a worker which ran nothing else is set aside.
 DEATHS_ALONE = 2
-# top_p 0 means the most likely token alone; so does any share this small.
-SMALLEST_TOP_P = 1e-9
 
 
 class SchedulerError(AssertionError):
     """The books are wrong, or a worker said what it cannot say: a bug, not a condition."""
 
 
-class Scheduler:
+class Scheduler(Placement):
     """See the module. `advance` is the only door; `check` may be called at any time. stop_ids: tokens that end
     generation."""
 
     def __init__(self, limits: Limits, stop_ids: Iterable[int] = ()) -> None:
-        self.limits = limits
-        self.stop_ids = tuple(stop_ids)
-        self.blocks = BlockPool(limits.num_blocks)
-        self.slots = [Slot(index) for index in range(limits.num_workers)]
-        self.waiting = WaitingLine()
-        self.suspects = WaitingLine()
-        self.sequences: dict[int, Sequence] = {}  # by ticket, until finished
+        super().__init__(limits, stop_ids)
         self.closed: tuple[str, str] | None = None  # error code and message of whatever comes now
-        self._hungry: dict[int, Lease] = {}  # leases whose tables should grow now
-        self._num_growing = 0  # leases whose tables may still grow
-        self._last_lease = 0
         self._deaths_without_step = 0
-        self._out: list[Instruction] = []
 
     def start(self) -> list[Instruction]:
         """The first instructions."""
@@ -95,11 +75,12 @@ class Scheduler:
                     self._cancelled(ticket, now)
                 case WorkerDied():
                     self._died(event, now)
+                case Workers(count):
+                    self._change_workers(count)
                 case Closing(code, reason):
                     self._finish_all(code, reason, now)
         if self.closed is None:
-            self._feed_hungry(now)
-            self._fill_workers(now)
+            self._decide(now)
         return self._out
 
     # ---- what has happened ----
@@ -111,6 +92,7 @@ class Scheduler:
             self._out.append(Finish(ticket, sequence.result(now, error=error)))
             return
         self.sequences[ticket] = sequence
+        self._lowest_priority = min(self._lowest_priority, request.priority)
         self.waiting.push(sequence)
 
     def _cancelled(self, ticket: int, now: float) -> None:
@@ -118,12 +100,14 @@ class Scheduler:
         if sequence is None:
             return
         if sequence.lease is None:
-            self._line_of(sequence).remove(sequence)
+            self._leave_line(sequence)
         else:
-            lease, sequence.lease = sequence.lease, None
+            lease = sequence.lease
             self._hungry.pop(lease.number, None)
+            self._num_closing += not lease.closing
             lease.closing = True
             self._out.append(Send(lease.worker, Cancel(lease.number)))
+            self._detach(sequence)
         self._finish(sequence, now, error=RequestError("cancelled", "the request was cancelled"))
 
     def _heard(self, slot: Slot, message, now: float) -> None:
@@ -131,11 +115,14 @@ class Scheduler:
             case Stepped():
                 self._stepped(slot, message, now)
             case Ready():
-                slot.state = "ready"
+                slot.up = True
+                if slot.state == "starting":
+                    slot.state = "ready"
             case Released(number, computed):
                 lease = self._close_lease(slot, number)
                 if lease.sequence.lease is lease:
                     lease.sequence.acknowledge(computed)
+                    self._unpark(self.tables.acknowledge(lease.table, lease.sequence.tokens, computed))
                     self._requeue(lease.sequence, now)
             case Failed(number, code, text):
                 lease = self._close_lease(slot, number)
@@ -145,10 +132,13 @@ class Scheduler:
     def _stepped(self, slot: Slot, message: Stepped, now: float) -> None:
         slot.stepped = True
         slot.fruitless_deaths = self._deaths_without_step = 0
+        leases = slot.leases
         for number, computed in message.prefilled:
-            self._moved_on(self._lease(slot, number), computed)
+            lease = leases.get(number) or self._lease(slot, number)
+            if lease.sequence.lease is lease:
+                self._moved_on(lease, computed)
         for number, token, text in message.tokens:
-            lease = self._lease(slot, number)
+            lease = leases.get(number) or self._lease(slot, number)
             sequence = lease.sequence
             if sequence.lease is lease:
                 if sequence.phase == "prefill":
@@ -163,22 +153,32 @@ class Scheduler:
                 self._finish(lease.sequence, now, finish_reason=reason)
 
     def _moved_on(self, lease: Lease, computed: int) -> None:
-        lease.computed = computed
-        lease.sequence.acknowledge(computed)
-        if not lease.closing and len(lease.blocks) < self._blocks_wanted(lease.sequence):
-            self._hungry[lease.number] = lease
+        """Once for every token of a run: nothing here may cost more than a few lookups."""
+        sequence, table = lease.sequence, lease.table
+        sequence.acknowledge(computed)
+        if computed >= table.notable:
+            self._unpark(self.tables.acknowledge(table, sequence.tokens, computed))
+        else:
+            table.done = computed
+        if len(sequence.tokens) + self.limits.look_ahead > len(table.blocks) * self.limits.block_tokens:
+            if not lease.closing and len(table.blocks) < self._blocks_wanted(sequence):
+                self._hungry[lease.number] = lease
 
     # ---- deaths ----
 
     def _died(self, event: WorkerDied, now: float) -> None:
         slot = self.slots[event.worker]
-        was_ready, stepped, held = slot.state == "ready", slot.stepped, list(slot.leases)
+        was_ready, stepped, held = slot.up, slot.stepped, list(slot.leases)
         charged = self._charge(slot, event, now)
         for number in held:
             lease = self._close_lease(slot, number)
             if lease.sequence.lease is lease:
                 self._requeue(lease.sequence, now)
-        slot.state, slot.stepped = "starting", False
+        slot.up = slot.stepped = False
+        if slot.state == "draining":  # as it was told, or on the way there
+            slot.state, slot.told_to_stop = "stopped", False
+            return
+        slot.state = "starting"
         at_work = held or not was_ready
         if at_work and not (stepped or charged):
             slot.fruitless_deaths += 1
@@ -208,7 +208,7 @@ class Scheduler:
                 f"the worker crashed {DEATHS_ALONE} times while it ran this request alone ({event.cause}); "
                 "the request has been set aside"
             )
-            sequence.lease = None
+            self._detach(sequence)
             self._finish(sequence, now, error=RequestError("worker_crashed", text))
         return True
 
@@ -235,8 +235,9 @@ class Scheduler:
         self.closed = (code, reason)
         for sequence in list(self.sequences.values()):
             if sequence.lease is None:
-                self._line_of(sequence).remove(sequence)
-            sequence.lease = None
+                self._leave_line(sequence)
+            else:
+                self._detach(sequence)
             self._finish(sequence, now, error=RequestError(code, reason))
         self._hungry.clear()
         self._out += [Send(slot.index, Stop()) for slot in self.slots if slot.live]
@@ -244,17 +245,28 @@ class Scheduler:
     # ---- ends and returns ----
 
     def _finish(self, sequence: Sequence, now: float, finish_reason=None, error: RequestError | None = None) -> None:
+        """No worker holds it any more, or it has been detached."""
         sequence.lease = None
+        if sequence.table is not None:
+            self._unpark(self.tables.close(sequence.table, sequence.tokens))
+            sequence.table = None
         del self.sequences[sequence.ticket]
         self._out.append(Finish(sequence.ticket, sequence.result(now, finish_reason, error)))
+
+    def _detach(self, sequence: Sequence) -> None:
+        """Leave its table to its lease, since the worker may still write to it."""
+        self._unpark(self.tables.pause(sequence.table))
+        sequence.table = sequence.lease = None
 
     def _requeue(self, sequence: Sequence, now: float) -> None:
         sequence.lease = None
         sequence.enter("queued", now)
+        self._unpark(self.tables.pause(sequence.table))
         self._line_of(sequence).push(sequence)
 
-    def _line_of(self, sequence: Sequence) -> WaitingLine:
-        return self.waiting if sequence.charged_at is None else self.suspects
+    def _leave_line(self, sequence: Sequence) -> None:
+        if self.parked.pop(sequence.ticket, None) is None:
+            self._line_of(sequence).remove(sequence)
 
     @staticmethod
     def _lease(slot: Slot, number: int | None) -> Lease:
@@ -268,118 +280,49 @@ class Scheduler:
         del slot.leases[number]
         self._hungry.pop(number, None)
         self._num_growing -= self._is_growing(lease)
-        self.blocks.give_back(lease.blocks)
+        self._num_closing -= lease.closing
+        if lease.sequence.lease is not lease:
+            self.tables.close(lease.table, lease.sequence.tokens)
         return lease
 
-    # ---- blocks for those who run ----
+    # ---- more and fewer workers ----
 
-    def _blocks_wanted(self, sequence: Sequence) -> int:
-        ahead = min(len(sequence.tokens) + self.limits.look_ahead, sequence.max_positions)
-        return self.limits.blocks_for(max(ahead, 1))
-
-    def _feed_hungry(self, now: float) -> None:
-        """Extend tables that run short, the most entitled first; without free blocks make somebody give way."""
-        for lease in sorted(self._hungry.values(), key=lambda lease: lease.sequence.rank):
-            if lease.closing:  # gave way to one served before it
-                continue
-            missing = self._blocks_wanted(lease.sequence) - len(lease.blocks)
-            count = min(missing, self.blocks.num_free)
-            if count > 0:
-                taken = self.blocks.take(count)
-                lease.blocks += taken
-                self._num_growing -= not self._is_growing(lease)
-                self._out.append(Send(lease.worker, Extend(lease.number, tuple(taken))))
-            if count >= missing:
-                del self._hungry[lease.number]
-            elif len(lease.blocks) * self.limits.block_tokens - lease.computed < self.limits.urgent:
-                self._make_room(missing - count)
-
-    def _make_room(self, needed: int) -> None:
-        """Ask the least entitled sequences for their blocks until `needed` are on their way back."""
-        leases = [lease for slot in self.slots for lease in slot.leases.values()]
-        needed -= sum(len(lease.blocks) for lease in leases if lease.closing)
-        running = sorted((lease for lease in leases if not lease.closing), key=lambda lease: lease.sequence.rank)
-        while needed > 0 and len(running) > 1:
-            victim = running.pop()
-            needed -= len(victim.blocks)
-            victim.closing = True
-            victim.sequence.num_preempted += 1
-            self._hungry.pop(victim.number, None)
-            self._out.append(Send(victim.worker, Release(victim.number)))
-
-    # ---- work for those who idle ----
-
-    def _fill_workers(self, now: float) -> None:
-        if not (self.waiting or self.suspects):
-            return
-        share = self._share()
-        open_slots = [slot for slot in self.slots if slot.state == "ready" and len(slot.leases) < share]
-        while open_slots:
-            candidates, line = open_slots, self.waiting
-            if self.suspects:
-                innocent = [slot for slot in open_slots if not slot.has_suspect]
-                if innocent:
-                    candidates, line = innocent, self.suspects
-            sequence = line.peek()
-            if sequence is None or not self._fits(sequence):
-                return
-            line.pop(sequence)
-            slot = min(candidates, key=lambda slot: slot.load)
-            self._begin(sequence, slot, now)
-            if len(slot.leases) >= share:
-                open_slots.remove(slot)
-
-    def _share(self) -> int:
-        """Most sequences per worker. When few are left they are spread, also over workers still starting."""
-        total = len(self.suspects) + len(self.waiting) + sum(len(slot.leases) for slot in self.slots)
-        live = sum(slot.live for slot in self.slots)
-        return min(self.limits.max_active, -(-total // live))
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """Admit on current need, if those who run keep room to grow; more of it the more often it gave way."""
-        if self._hungry:
-            return False
-        reserve = self._num_growing << min(sequence.num_preempted, 4)
-        return self._blocks_wanted(sequence) + reserve <= self.blocks.num_free
-
-    def _is_growing(self, lease: Lease) -> bool:
-        """Whether it may want more blocks some day."""
-        return len(lease.blocks) < self.limits.blocks_for(lease.sequence.max_positions)
-
-    def _begin(self, sequence: Sequence, slot: Slot, now: float) -> None:
-        self._last_lease += 1
-        lease = Lease(self._last_lease, slot.index, sequence, self.blocks.take(self._blocks_wanted(sequence)))
-        slot.leases[lease.number] = lease
-        self._num_growing += self._is_growing(lease)
-        sequence.lease, sequence.last_worker = lease, slot.index
-        sequence.enter("prefill", now)
-        request = sequence.request
-        begin = Begin(
-            lease=lease.number,
-            tokens=tuple(sequence.tokens),
-            num_prompt=sequence.num_prompt,
-            computed=0,
-            alone_until=sequence.charged_at,
-            blocks=tuple(lease.blocks),
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=max(request.top_p, SMALLEST_TOP_P),
-            top_k=request.top_k,
-            min_p=request.min_p,
-            seed=request.seed,
-            stop=request.stop,
-            stop_ids=self.stop_ids,
-        )
-        self._out.append(Send(slot.index, begin))
+    def _change_workers(self, count: int) -> None:
+        """Keep the first `count` places that are not given up."""
+        usable = [slot for slot in self.slots if slot.state != "retired"]
+        for slot in usable[:count]:
+            if slot.state == "stopped":
+                slot.state = "starting"
+                self._out.append(StartWorker(slot.index))
+            elif slot.state == "draining" and not slot.told_to_stop:
+                slot.state = "ready" if slot.up else "starting"
+        for slot in usable[count:]:
+            if slot.live:
+                slot.state = "draining"
 
     # ---- the books ----
 
+    def count_blocks(self) -> dict[str, int]:
+        """Blocks that are free, cached, shared and private."""
+        return self.tables.counts(self._all_tables())
+
+    def _all_tables(self) -> list[Table]:
+        tables = [lease.table for lease in self._leases()]
+        return tables + [s.table for s in self.sequences.values() if s.lease is None and s.table is not None]
+
     def check(self) -> None:
-        """AssertionError unless every block is free or in one table and every sequence is in one place."""
-        leases = [lease for slot in self.slots for lease in slot.leases.values()]
-        self.blocks.check(lease.blocks for lease in leases)
+        """AssertionError unless every block is in one place and every sequence is in one place."""
+        leases = list(self._leases())
+        self.tables.check(self._all_tables())
         assert self._num_growing == sum(map(self._is_growing, leases)), "growing leases are miscounted"
+        assert self._num_closing == sum(lease.closing for lease in leases), "closing leases are miscounted"
+        for lease in leases:
+            assert lease.sequence.lease is not lease or lease.sequence.table is lease.table, "two tables"
         running = [lease.sequence.ticket for lease in leases if lease.sequence.lease is lease]
         waiting = [sequence.ticket for line in (self.waiting, self.suspects) for sequence in line]
-        assert sorted(running + waiting) == sorted(self.sequences), "a sequence is lost or in two places"
-        assert all(slot.state == "ready" for slot in self.slots if slot.leases), "a lease without a ready worker"
+        places = sorted(running + waiting + list(self.parked))
+        assert places == sorted(self.sequences), "a sequence is lost or in two places"
+        alive = ("ready", "draining")
+        assert all(slot.state in alive for slot in self.slots if slot.leases), "a lease without a ready worker"
+        for sequence in self.parked.values():
+            assert any(who is sequence for _, _, who in sequence.waits_for.waiters), "nobody wakes it"

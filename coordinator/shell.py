@@ -93,6 +93,7 @@ class Shell:
             num_blocks=self._storage.geometry.num_blocks,
             max_length=self._storage.max_length,
             vocab_size=self._storage.pack.spec.vocab_size,
+            prefix_cache=self.config.prefix_cache,
         )
 
     @property

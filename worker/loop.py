@@ -42,6 +42,7 @@ class Channel(Protocol):
 class Model(Protocol):
     def new_batch(self) -> StepBatch: ...
     def step(self, batch: StepBatch) -> list[StepOutput]: ...
+    def copy_block(self, source: int, target: int, num_tokens: int) -> None: ...
     def profile(self) -> SequenceOf[tuple[str, str, int, float]]: ...
 
 
@@ -96,6 +97,8 @@ class WorkerLoop:
         """Act on a message other than Stop."""
         match message:
             case Begin():
+                if message.copy is not None:
+                    self.model.copy_block(*message.copy)
                 self.sequences[message.lease] = Sequence(message, self.token_bytes)
                 self._newest = message.lease
             case Extend():

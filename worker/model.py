@@ -119,6 +119,16 @@ class WorkerModel:
         if self._lib.cm_engine_step(self._engine, batch.view(all_logits), self._results, err, len(err)) < 0:
             raise EngineError(f"step refused: {self._ffi.string(err).decode(errors='replace')}")
 
+    def copy_block(self, source: int, target: int, num_tokens: int) -> None:
+        """Make the first num_tokens tokens of arena block `target` those of `source`, and its others zero.
+
+        Raises:
+            EngineError: no such blocks, or the same one twice; nothing was copied.
+        """
+        err = self._err
+        if self._lib.cm_engine_copy_block(self._engine, source, target, num_tokens, err, len(err)) < 0:
+            raise EngineError(f"copy refused: {self._ffi.string(err).decode(errors='replace')}")
+
     @property
     def isa(self) -> str:
         """Name of the instruction set whose kernels run."""

@@ -257,21 +257,23 @@ static void plan_runs(cm_engine *e, const cm_batch *b) {
 
 /* The part of the arena that a fresh block lies in becomes huge pages before its first use: a shared mapping
  * gets them on request only. Best effort, once per region; 2 MiB are zeroed, as by 512 small faults. */
-static void want_huge_pages(cm_engine *e, const cm_batch *b) {
-    if (!e->num_regions)
-        return;
+static void want_huge_pages(cm_engine *e, int32_t block) {
+    size_t begin = (size_t)block * e->kv.block_bytes;
+    size_t last = (begin + e->kv.block_bytes - 1) / HUGE_PAGE;
+    for (size_t region = begin / HUGE_PAGE; region <= last && region < e->num_regions; region++)
+        if (!e->huge_tried[region]) {
+            e->huge_tried[region] = 1;
+            /* A region without any page yet is refused: reading makes the first one. */
+            (void)*(volatile const uint8_t *)(e->kv.arena + region * HUGE_PAGE);
+            madvise(e->kv.arena + region * HUGE_PAGE, HUGE_PAGE, MADV_COLLAPSE);
+        }
+}
+
+static void prepare_blocks(cm_engine *e, const cm_batch *b) {
     for (int i = 0; i < e->num_runs; i++) {
         const cm_run *run = &e->runs[i];
         int pos = b->seq_pos[run->seq] + run->row - b->seq_row[run->seq];
-        size_t begin = (size_t)b->blocks[b->block_begin[run->seq] + pos / CM_BLOCK_TOKENS] * e->kv.block_bytes;
-        size_t last = (begin + e->kv.block_bytes - 1) / HUGE_PAGE;
-        for (size_t region = begin / HUGE_PAGE; region <= last && region < e->num_regions; region++)
-            if (!e->huge_tried[region]) {
-                e->huge_tried[region] = 1;
-                /* A region without any page yet is refused: reading makes the first one. */
-                (void)*(volatile const uint8_t *)(e->kv.arena + region * HUGE_PAGE);
-                madvise(e->kv.arena + region * HUGE_PAGE, HUGE_PAGE, MADV_COLLAPSE);
-            }
+        want_huge_pages(e, b->blocks[b->block_begin[run->seq] + pos / CM_BLOCK_TOKENS]);
     }
 }
 
@@ -282,7 +284,7 @@ int cm_engine_step(cm_engine *e, const cm_batch *b, cm_step_result *results, cha
     e->results = results;
     plan_outputs(e, b);
     plan_runs(e, b);
-    want_huge_pages(e, b);
+    prepare_blocks(e, b);
     for (int i = 0; i < e->num_buffers; i++)
         e->buffers[i].act.num_tokens = e->buffers[i].space == CM_SPACE_OUTPUTS ? e->num_outputs : b->num_rows;
     cm_team_run(e->team, cm_engine_walk, e);
@@ -304,4 +306,29 @@ int cm_engine_profile(const cm_engine *e, double *seconds, uint64_t *calls) {
     memcpy(seconds, e->op_seconds, (size_t)e->num_ops * sizeof(double));
     memcpy(calls, e->op_calls, (size_t)e->num_ops * sizeof(uint64_t));
     return 1;
+}
+
+int cm_engine_copy_block(cm_engine *e, int32_t source, int32_t target, int32_t num_tokens, char *err, size_t err_len) {
+    if (source < 0 || source >= e->num_blocks || target < 0 || target >= e->num_blocks || source == target ||
+        num_tokens < 0 || num_tokens > CM_BLOCK_TOKENS) {
+        snprintf(err, err_len, "%d tokens of block %d to block %d: blocks are 0 to %d, tokens 0 to %d", num_tokens,
+                 source, target, e->num_blocks - 1, CM_BLOCK_TOKENS);
+        return -1;
+    }
+    want_huge_pages(e, target);
+    const cm_kv *kv = &e->kv;
+    size_t width = (size_t)kv->head_dim, tokens = (size_t)num_tokens, all = CM_BLOCK_TOKENS;
+    for (int layer = 0; layer < kv->num_layers; layer++)
+        for (int head = 0; head < kv->num_kv_heads; head++) {
+            size_t part = (size_t)layer * kv->layer_bytes + (size_t)head * kv->head_bytes;
+            const uint16_t *from = (const uint16_t *)(const void *)(kv->arena + (size_t)source * kv->block_bytes + part);
+            uint16_t *to = (uint16_t *)(void *)(kv->arena + (size_t)target * kv->block_bytes + part);
+            memset(to, 0, kv->head_bytes);
+            for (size_t d = 0; d < width; d++) /* K [head_dim][32] */
+                memcpy(to + d * all, from + d * all, tokens * sizeof(uint16_t));
+            memcpy(to + width * all, from + width * all, tokens * width * sizeof(uint16_t)); /* V [32][head_dim] */
+        }
+    if (e->progress)
+        __atomic_fetch_add(e->progress, 1, __ATOMIC_RELAXED);
+    return 0;
 }

@@ -76,7 +76,8 @@ class Command:
             row = json.loads(line)
             body = row["response"]["body"]
             assert row["custom_id"] not in made
-            made[row["custom_id"]] = (row["id"], body["choices"], body["usage"], body["system_fingerprint"])
+            usage = {name: count for name, count in body["usage"].items() if name != "prompt_tokens_details"}
+            made[row["custom_id"]] = (row["id"], body["choices"], usage, body["system_fingerprint"])
         failed = [(row["custom_id"], row["error"]["code"]) for row in map(json.loads, self.errors.open())]
         return made, failed
 

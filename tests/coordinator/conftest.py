@@ -63,6 +63,10 @@ class FakeModel:
     def profile(self):
         return []
 
+    def copy_block(self, source, target, num_tokens):
+        for at in range(num_tokens):
+            self.arena[target, at] = self.arena[source, at]
+
     def step(self, batch):
         outputs = []
         for tokens, position, blocks, sample in batch:
@@ -184,8 +188,14 @@ class World:
 
     def check(self) -> None:
         self.scheduler.check()
-        held = [block for worker in self.workers.values() for s in worker.loop.sequences.values() for block in s.blocks]
-        assert len(held) == len(set(held)), "two workers may write to one block"
+        writable: list[int] = []  # of sequences that workers hold: from the block of the next token on
+        read: set[int] = set()
+        for worker in self.workers.values():
+            for sequence in worker.loop.sequences.values():
+                writable += sequence.blocks[sequence.computed // 32 :]
+                read.update(sequence.blocks[: sequence.computed // 32])
+        assert len(writable) == len(set(writable)), "two workers may write to one block"
+        assert not read & set(writable), "a worker may write to a block that another reads"
 
     def turn(self) -> bool:
         """Everybody does all there is to do once; False when there was nothing."""
@@ -206,8 +216,9 @@ class World:
                 break
         missing = self.requests.keys() - self.results.keys()
         assert not missing, f"lost or starved: {sorted(missing)}"
-        free = self.scheduler.blocks.num_free
-        assert free == self.scheduler.limits.num_blocks, "blocks are missing at the end"
+        counts = self.scheduler.count_blocks()
+        unused = counts["free"] + counts["cached"]
+        assert unused == self.scheduler.limits.num_blocks, f"blocks are missing at the end: {counts}"
 
     def verify(self, ticket: int) -> None:
         """The result is that of an undisturbed run."""

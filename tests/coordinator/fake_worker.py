@@ -53,6 +53,10 @@ class FakeModel:
                 outputs.append(StepOutput(next_token(seen, sample.seed), "ok"))
         return outputs
 
+    def copy_block(self, source, target, num_tokens):
+        for at in range(num_tokens):
+            self._cell([target], at)[0] = self._cell([source], at)[0]
+
     def _cell(self, blocks, at):
         start = blocks[at // 32] * self.block_bytes + 4 * (at % 32)
         return self.arena[start : start + 4].cast("i")

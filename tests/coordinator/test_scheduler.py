@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 
 from coremill.config.messages import Begin, Cancel, Extend, Failed, Ready, Release, Released, Stepped, Stop
@@ -31,7 +33,9 @@ def make(num_workers=1, max_active=2, num_blocks=16, **more) -> Scheduler:
 
 
 def request(key: str = "a", num_prompt: int = 40, max_tokens: int = 100, **more) -> SequenceRequest:
-    return SequenceRequest(key, tuple(range(1, num_prompt + 1)), max_tokens, **more)
+    """Prompts of different keys have nothing in common."""
+    first = 1 if key == "a" else 1000 + zlib.crc32(key.encode()) % 1_000_000
+    return SequenceRequest(key, tuple(range(first, first + num_prompt)), max_tokens, **more)
 
 
 def ready(scheduler: Scheduler, *indices: int):
@@ -68,6 +72,7 @@ def test_nothing_is_sent_before_a_worker_is_ready():
             computed=0,
             alone_until=None,
             blocks=(0, 1, 2),  # 40 tokens and 32 ahead
+            copy=None,
             max_tokens=100,
             temperature=1.0,
             top_p=1.0,
@@ -91,7 +96,7 @@ def test_a_sequence_from_submission_to_result_with_times():
     assert (result.finish_reason, result.error, result.worker) == ("stop", None, 0)
     assert (result.queued_s, result.prefill_s, result.decode_s) == (0.0, 3.0, 4.0)
     scheduler.check()
-    assert scheduler.blocks.num_free == 16
+    assert scheduler.tables.num_available == 16
 
 
 def test_tables_grow_before_the_worker_needs_it():
@@ -130,7 +135,7 @@ def test_longest_first_but_urgent_ones_before():
     assert [length for _, _, length in order] == [5, 90, 4]
 
 
-def test_a_short_arena_asks_back_the_youngest_and_recomputes_it():
+def test_a_short_arena_pauses_the_youngest_and_takes_of_its_blocks_only_what_it_must():
     scheduler = make(num_blocks=5, max_length=200)
     ready(scheduler, 0)
     # Each begins with two blocks of 5, and both would like four in the end.
@@ -141,13 +146,21 @@ def test_a_short_arena_asks_back_the_youngest_and_recomputes_it():
         scheduler.check()
     assert instructions[-1] == Send(0, Release(2))
     assert scheduler.advance([stepped(tokens=[(1, 5, b"x"), (2, 6, b"y")])], 0.0) == []
-    # It waits now, since two free blocks are not enough for it; the old one gets what it needs.
-    assert scheduler.advance([FromWorker(0, Released(2, 60))], 0.0) == []
-    sent = [x for _ in range(15) for x in scheduler.advance([stepped(tokens=[(1, 5, b"x")])], 0.0)]
+    young = scheduler.sequences[2]
+    computed = len(young.tokens) - 1
+    # It waits now, with its two blocks, until the old one cannot go on without one of them.
+    assert scheduler.advance([FromWorker(0, Released(2, computed))], 0.0) == []
+    assert (len(young.table.blocks), young.table.done, scheduler.counts["paused"]) == (2, computed, 1)
+    sent = [x for _ in range(34) for x in scheduler.advance([stepped(tokens=[(1, 5, b"x")])], 0.0)]
     assert [type(x.message) for x in sent] == [Extend]
-    scheduler.advance([stepped(tokens=[(1, 5, b"x")], finished=[(1, "stop")])], 0.0)
-    tokens = next(iter(scheduler.slots[0].leases.values())).sequence.tokens
-    assert tokens[:20] == list(range(1, 21)) and set(tokens[20:]) == {6} and len(tokens) > 50
+    assert (len(young.table.blocks), young.table.done, scheduler.counts["dropped_blocks"]) == (1, 32, 1)
+    (begin,) = (
+        x.message
+        for x in scheduler.advance([stepped(tokens=[(1, 5, b"x")], finished=[(1, "stop")])], 0.0)
+        if isinstance(x, Send)
+    )
+    assert (begin.computed, scheduler.counts["recomputed_tokens"]) == (32, computed - 32)
+    assert list(begin.tokens) == young.tokens and set(begin.tokens[20:]) == {6}
     scheduler.check()
 
 
@@ -189,11 +202,11 @@ def test_cancel_waiting_and_running():
     assert (ticket, result.error.code) == (2, "cancelled")
     cancel, finish = scheduler.advance([Cancelled(1)], 0.0)
     assert cancel == Send(0, Cancel(1)) and finish.result.error.code == "cancelled"
-    assert scheduler.blocks.num_free < 16  # the worker may still write to them
+    assert scheduler.tables.num_available < 16  # the worker may still write to them
     # It was in the middle of a step, and finished it before it heard.
     assert scheduler.advance([stepped(tokens=[(1, 5, b"")])], 0.0) == []
     assert scheduler.advance([FromWorker(0, Released(1, 40)), Cancelled(1), Cancelled(99)], 0.0) == []
-    assert scheduler.blocks.num_free == 16
+    assert scheduler.tables.num_available == 16
     scheduler.check()
 
 

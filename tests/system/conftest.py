@@ -19,6 +19,11 @@ import pytest
 Row = dict[str, Any]
 
 
+def counts(usage: Row) -> Row:
+    """The token counts that must be the same in every run; what was found in the cache may differ."""
+    return {name: count for name, count in usage.items() if name != "prompt_tokens_details"}
+
+
 class Runs:
     """A folder in which one input is run. Every process started here carries a mark of its own in its environment.
 
@@ -82,7 +87,7 @@ class Runs:
     def results(self) -> dict[str, bytes]:
         """custom_id -> the bytes that must be the same in every run."""
         return {
-            name: json.dumps([name, body["choices"], body["usage"]], ensure_ascii=False).encode()
+            name: json.dumps([name, body["choices"], counts(body["usage"])], ensure_ascii=False).encode()
             for name, body in self.bodies().items()
         }
 

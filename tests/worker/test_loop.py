@@ -81,6 +81,7 @@ def make(model=None, step_tokens=8) -> WorkerLoop:
 
 def begin(lease=1, num_tokens=3, num_prompt=None, blocks=(0, 1, 2), max_tokens=10, **more) -> Begin:
     fields = {"computed": 0, "alone_until": None, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
+    fields["copy"] = None
     return Begin(
         lease=lease,
         tokens=(1,) * num_tokens,
