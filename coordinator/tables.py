@@ -116,13 +116,14 @@ class Tables:
         if BLOCK_TOKENS * shared > table.computed:
             self.cancel_copy(table)
             table.done = BLOCK_TOKENS * shared
+        if match.count:  # before anything is evicted: it must not come back as a block to write to
+            self.pool.pin(match.source)
         self.pool.give_back(table.computed_twice)  # no worker has the table now
         table.blocks[:shared] = [node.block for node in table.nodes]
         if len(table.blocks) < count:
             table.blocks += self.take(count - len(table.blocks))
         if match.count:
             table.copy = Copy(match.source, table.blocks[shared], match.count)
-            self.pool.pin(match.source)
         if self.sharing:
             self._announce(table, tokens)
         return table
