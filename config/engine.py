@@ -28,6 +28,7 @@ class EngineConfig:
         prefix_cache: share computed prefixes between sequences.
         step_tokens: rows of one step, which is also the longest prefill chunk.
         profile: time each operation of a step.
+        stuck_after: seconds after which a worker that has work and completes no operation is killed.
 
     ConfigError when a value is outside its limits.
     """
@@ -42,6 +43,7 @@ class EngineConfig:
     prefix_cache: bool = default_of("prefix_cache")
     step_tokens: int = default_of("step_tokens")
     profile: bool = default_of("profile")
+    stuck_after: float = default_of("stuck_after")
 
     def __post_init__(self) -> None:
         for field in fields(self):

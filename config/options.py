@@ -112,6 +112,9 @@ OPTIONS: tuple[Option, ...] = (
            "Tokens of one step, which is also the longest piece of a prompt computed at once.",
            (*_ENGINE, "perplexity"), "engine"),
     Option("profile", Flag(), False, "Time each operation and print the table.", ("run",), "engine"),
+    Option("stuck_after", Number(1, 86400, "SECONDS"), 10.0,
+           "Kill a worker that has work but completes no operation for this long; its rows go on elsewhere.",
+           ("run",), "engine"),
     # ---- what rows get that say nothing: fields of SamplingParams ----
     Option("max_tokens", Integer(1, 2**31 - 1), None, "Longest completion, for rows that do not say.",
            ("run",), "sampling", default_text="16 for completions, the room left in ctx for chat"),
@@ -172,6 +175,7 @@ PROCESS_VARIABLES: dict[str, str] = {
     "COREMILL_CPU_MASK": "CPU features to pretend away, separated by commas, to test older instruction sets.",
     "COREMILL_CACHE": "Folder of packed and fetched models. Default: coremill in $XDG_CACHE_HOME or ~/.cache.",
     "COREMILL_DEBUG": "1 shows the Python traceback of an error, not only its message.",
+    "COREMILL_DEBUG_BOOKS": "1 checks the coordinator's books of sequences and blocks after every event; slow.",
 }
 
 

@@ -41,8 +41,7 @@ class Engine:
         pack_path: the packed model.
         groups: the cores of each worker.
         on_event: told what happens to workers, as a dict with "event" (worker_started, worker_ready, worker_died,
-            worker_retired), "worker", and "pid" or "cause". Runs on the engine's thread (worker_started also on the
-            thread that calls start).
+            worker_retired), "worker", and "pid" or "cause". Runs on the engine's thread.
         stop_ids: tokens that end generation; None: those of the model. Measurements give none.
 
     Every method may be called from any thread. Callbacks run on the engine's own thread and must be quick.
@@ -97,19 +96,14 @@ class Engine:
         if self._thread is not None or self._shell is not None:
             raise EngineError("the engine has been started before")
         self._begun = time.monotonic()
-        self._storage = Storage(self.pack_path, self.config, self.groups, self._stop_ids)
-        try:
-            self._shell = Shell(
-                self._storage, self.config, self.groups, self._worker_command, self._finished, self._tell
-            )
-        except BaseException:
-            self._storage.close()
-            raise
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._shell.watch(self._wake)
-        self._open = True
-        self._thread = threading.Thread(target=self._run, name="coremill-engine", daemon=True)
+        started: Future = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="coremill-engine", daemon=True)
         self._thread.start()
+        try:
+            started.result()
+        except BaseException:  # also Ctrl-C, while the thread goes on: close() must find it in one state or the other
+            wait([started])
+            raise
 
     @property
     def max_length(self) -> int:
@@ -202,7 +196,14 @@ class Engine:
 
     # ---- the engine's thread ----
 
-    def _run(self) -> None:
+    def _run(self, started: Future) -> None:
+        # Workers are children of this thread, which outlives them: the kernel ends them with it.
+        try:
+            self._set_up()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
         try:
             while self._shell.scheduler.closed is None:
                 events = self._shell.sleep()
@@ -215,6 +216,19 @@ class Engine:
             self._failure.__cause__ = error
         finally:
             self._shut_down()
+
+    def _set_up(self) -> None:
+        self._storage = Storage(self.pack_path, self.config, self.groups, self._stop_ids)
+        try:
+            self._shell = Shell(
+                self._storage, self.config, self.groups, self._worker_command, self._finished, self._tell
+            )
+        except BaseException:
+            self._storage.close()
+            raise
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._shell.watch(self._wake)
+        self._open = True
 
     def _take_inbox(self) -> list[Event]:
         """What other threads have put there, in order."""

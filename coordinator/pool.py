@@ -28,9 +28,21 @@ _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, s
 _KILL_AFTER = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a process ended, for people; crashed: it did this to itself."""
+
+    cause: str
+    crashed: bool
+    signal: int = 0
+
+
 @dataclass(eq=False, slots=True)
 class WorkerProcess:
-    """One process, from spawn to reap. Its identity on the socket is never used again."""
+    """One process, from spawn to reap. Its identity on the socket is never used again.
+
+    num_heard: messages it has sent. stuck: why we have killed it, if we have.
+    """
 
     index: int
     identity: bytes
@@ -41,18 +53,12 @@ class WorkerProcess:
     hello: Hello | None = None
     ready: Ready | None = None
     failure: Failed | None = None
+    num_heard: int = 0
+    stuck: Death | None = None
 
     @property
     def pid(self) -> int:
         return self.process.pid
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """How a process ended, for people; crashed: nobody else ended it."""
-
-    cause: str
-    crashed: bool
 
 
 class WorkerPool:
@@ -109,15 +115,27 @@ class WorkerPool:
             "something else (a cpuset, a supervisor) changes CPU affinity here"
         )
 
+    def kill_stuck(self, worker: WorkerProcess, patience: float) -> None:
+        """End a process that stands still. Whoever was stopped from outside has not done this to itself."""
+        stopped = _is_stopped(worker.pid)
+        why = f"stuck: {'stopped by a signal, ' if stopped else ''}no operation completed for {patience:g} s"
+        worker.stuck = Death(why, not stopped, signal.SIGKILL)
+        try:
+            signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+        except ProcessLookupError:  # it has ended at this very moment
+            worker.stuck = None
+
     def reap(self, worker: WorkerProcess) -> Death:
         """Collect a process whose pidfd is readable."""
         status = worker.process.wait()
         os.close(worker.pidfd)
         os.close(worker.lifeline)
         del self.processes[worker.index]
+        if worker.stuck is not None and status == -signal.SIGKILL:
+            return worker.stuck
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-            return Death(f"killed by {name}", -status not in _FROM_OUTSIDE)
+            return Death(f"killed by {name}", -status not in _FROM_OUTSIDE, -status)
         if worker.failure is not None:
             return Death(f"{worker.failure.code}: {worker.failure.message}", True)
         return Death(f"exit code {status}", status != 0)
@@ -142,6 +160,15 @@ class WorkerPool:
             os.close(worker.lifeline)
             os.close(worker.pidfd)
         self.processes.clear()
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name before the state may hold anything, so count from its end.
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:  # gone
+        return False
 
 
 def _pidfd(process: subprocess.Popen) -> int:

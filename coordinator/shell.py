@@ -2,7 +2,8 @@
 
     poll( ROUTER | pidfds | wake-up ) -> events -> scheduler.advance -> instructions -> sent, started, finished
 
-There is no timeout in the poll, so whoever idles costs no CPU.
+The poll has no timeout unless a worker has work, so whoever idles costs no CPU. While one has, somebody looks every
+second whether it gets on (coordinator/watchdog.py).
 """
 
 from __future__ import annotations
@@ -38,11 +39,16 @@ from coremill.coordinator.scheduler import Scheduler
 from coremill.coordinator.stats import Places
 from coremill.coordinator.storage import Storage
 from coremill.coordinator.transport import Transport
+from coremill.coordinator.watchdog import START_FACTOR, Watchdog
 
 # How long the last words of a worker that is gone are waited for, in milliseconds.
 _LAST_WORDS_MS = 200
 # How long workers may take to leave by themselves when the engine closes, in milliseconds.
 _FAREWELL_MS = 200
+# The books are checked whenever there is nothing to do, but not more often than this, in seconds.
+_CHECK_SECONDS = 1.0
+# Number of a request for Stats whose answer nobody waits for.
+_SIGN_OF_LIFE = 0
 
 
 class Shell:
@@ -73,6 +79,9 @@ class Shell:
         self._measuring: dict[int, tuple[Future, set[int]]] = {}
         self._num_requests = 0
         self._closing = False
+        self._watchdog = Watchdog(config.stuck_after)
+        self._debug_books = os.environ.get("COREMILL_DEBUG_BOOKS", "0") not in ("", "0")
+        self._next_check = 0.0
         self._transport: Transport | None = None
         self._poller = zmq.Poller()
         try:
@@ -106,16 +115,52 @@ class Shell:
 
     def sleep(self) -> list[Event]:
         """Until something happens; what has been heard from workers and of their ends."""
-        active = dict(self._poller.poll())
+        watched = any(map(self._has_work, self._workers.values()))
+        active = dict(self._poller.poll(self._watchdog.interval * 1000 if watched else None))
         events = self._drain()
         for worker in list(self._workers.values()):
             if worker.pidfd in active:
                 events += self._bury(worker)
+        if watched and self._watchdog.due(now := time.monotonic()):
+            self._look(now)
         return events
+
+    def _has_work(self, worker: WorkerProcess) -> bool:
+        """Whether it should show signs of life, that is, unless it only waits for work or has been killed."""
+        slot = self.scheduler.slots[worker.index]
+        return worker.stuck is None and bool(worker.ready is None or slot.leases or slot.told_to_stop)
+
+    def _look(self, now: float) -> None:
+        """Ask those that have been quiet for long, kill those that do not answer."""
+        busy = {}
+        for identity, worker in self._workers.items():
+            if self._has_work(worker):
+                signs = (self.places[worker.index].counters["operations"], worker.num_heard)
+                busy[identity] = (START_FACTOR if worker.ready is None else 1, signs)
+        verdict = self._watchdog.look(now, busy)
+        for identity in verdict.ask:
+            self._transport.send(identity, Stats(_SIGN_OF_LIFE))
+        for identity in verdict.stuck:
+            self.pool.kill_stuck(self._workers[identity], self.config.stuck_after * busy[identity][0])
 
     def advance(self, events: Iterable[Event]) -> None:
         """One turn of the scheduler."""
-        self._carry_out(self.scheduler.advance(events, time.monotonic()))
+        events, scheduler = list(events), self.scheduler
+        if self._debug_books:
+            for event in events:
+                self._carry_out(scheduler.advance([event], time.monotonic()))
+                scheduler.check()
+        else:
+            self._carry_out(scheduler.advance(events, time.monotonic()))
+        if events and not scheduler.sequences and not any(slot.leases for slot in scheduler.slots):
+            self._check_when_idle()
+
+    def _check_when_idle(self) -> None:
+        """The books, when nobody waits for anything; not after each of many short requests."""
+        now = time.monotonic()
+        if now >= self._next_check:
+            self.scheduler.check()
+            self._next_check = now + _CHECK_SECONDS
 
     def measure(self, done: Future) -> None:
         """Ask all workers for their memory; `done` gets its result when all have answered or are gone."""
@@ -157,6 +202,7 @@ class Shell:
         return events
 
     def _hear(self, worker: WorkerProcess, message) -> list[Event]:
+        worker.num_heard += 1
         match message:
             case Hello():
                 return self._greet(worker, message)

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "coremill.h"
@@ -23,6 +24,12 @@ static void *watch(void *arg) {
 }
 
 int cm_watch_parent(int fd, char *err, size_t err_len) {
+    /* A stopped process cannot read, but the kernel can kill it. Its parent is the thread that started it, which the
+     * coordinator keeps for as long as it has workers. Should the parent be gone already, the pipe says so. */
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL) < 0) {
+        snprintf(err, err_len, "prctl(PR_SET_PDEATHSIG): %s", strerror(errno));
+        return -1;
+    }
     pthread_attr_t attr;
     pthread_t thread;
     sigset_t all, before;

@@ -1,8 +1,8 @@
 """A worker process with a make-believe model: everything else of it is real.
 
 Keeps tokens in the real arena, where a model keeps keys and values. FAKE_* environment variables make it slow or
-ill: FAKE_STEP_SECONDS, FAKE_DIE_AT_START (signal), FAKE_LOAD_ERROR, FAKE_RAISE (on POISON), FAKE_AFFINITY,
-FAKE_PROTOCOL.
+ill: FAKE_STEP_SECONDS, FAKE_DIE_AT_START (signal), FAKE_LOAD_ERROR, FAKE_RAISE or FAKE_HANG (on POISON),
+FAKE_AFFINITY, FAKE_PROTOCOL.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class FakeModel:
         outputs = []
         for tokens, position, blocks, sample in batch:
             if POISON in tokens:
+                if "FAKE_HANG" in os.environ:
+                    time.sleep(1000)
                 if "FAKE_RAISE" in os.environ:
                     raise RuntimeError("this row is poison")
                 os.kill(os.getpid(), signal.SIGSEGV)

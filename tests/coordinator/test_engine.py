@@ -126,6 +126,81 @@ def test_killed_workers_cost_nothing_but_time(engine, sim, monkeypatch):
     assert all(gone(pid) for pid in children)
 
 
+def deaths(engine) -> list[dict]:
+    return [event for event in engine.events if event["event"] == "worker_died"]
+
+
+def test_a_stopped_worker_is_killed_and_costs_nothing_but_time(engine, sim, monkeypatch):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.005")
+    run = engine(2, max_active=4, stuck_after=1)
+    requests = rows(sim, 60)
+    futures = [submit(run, request) for request in requests]
+    wait_for(lambda: all(place.counters["active"] for place in run._shell.places))
+    victim = run._shell.places[1].pid
+    os.kill(victim, signal.SIGSTOP)
+    begun = time.monotonic()
+    wait_for(lambda: deaths(run))
+    assert 0.9 < time.monotonic() - begun < 4
+    (death,) = deaths(run)
+    assert death["pid"] == victim
+    assert death["cause"] == "stuck: stopped by a signal, no operation completed for 1 s"
+    for request, future in zip(requests, futures, strict=True):
+        assert outcome(future.result(60)) == sim.expected(request)
+    assert gone(victim)
+
+
+def test_a_worker_that_is_stopped_while_it_starts(engine, sim, monkeypatch):
+    run = engine(1, stuck_after=1)
+    (victim,) = pids(run)
+    os.kill(victim, signal.SIGSTOP)
+    request = rows(sim, 1)[0]
+    assert outcome(submit(run, request).result(30)) == sim.expected(request)
+    assert [death["pid"] for death in deaths(run)] == [victim]
+
+
+def test_a_row_that_never_ends_is_set_aside_alone(engine, sim, monkeypatch):
+    monkeypatch.setenv("FAKE_HANG", "1")
+    run = engine(2, max_active=4, stuck_after=1)
+    requests = rows(sim, 12)
+    requests[7].prompt_ids += (sim.POISON,)
+    futures = [submit(run, request) for request in requests]
+    for index, (request, future) in enumerate(zip(requests, futures, strict=True)):
+        result = future.result(60)
+        if index == 7:
+            assert result.error.code == "worker_crashed"
+            assert "stuck: no operation completed for 1 s" in result.error.message
+        else:
+            assert outcome(result) == sim.expected(request)
+
+
+def test_an_idle_worker_may_be_stopped(engine, sim):
+    run = engine(1, stuck_after=1)
+    assert run.wait_ready(10)
+    (pid,) = pids(run)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.5)
+    os.kill(pid, signal.SIGCONT)
+    request = rows(sim, 1)[0]
+    assert outcome(submit(run, request).result(10)) == sim.expected(request)
+    assert not deaths(run)
+
+
+def test_a_worker_that_waits_for_blocks_is_asked_and_lives(engine, sim, monkeypatch):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.005")
+    run = engine(1, stuck_after=1)
+    assert run.wait_ready(10)
+    shell, heard = run._shell, []
+    (worker,) = shell.pool.processes.values()
+    # As if it had work: nothing is computed, so only its answers show that it lives.
+    monkeypatch.setattr(shell, "_has_work", lambda process: True)
+    submit(run, SequenceRequest("a", (1, 2), max_tokens=5)).result(10)
+    for _ in range(4):
+        heard.append(worker.num_heard)
+        time.sleep(0.6)
+    assert not deaths(run)
+    assert heard[-1] > heard[0]
+
+
 @pytest.mark.parametrize("way", ["SIGSEGV", "exception"])
 def test_a_row_that_kills_workers_is_set_aside_alone(engine, sim, monkeypatch, way):
     if way == "exception":
