@@ -27,6 +27,7 @@ ALONE = [
     {"isa": "avx_vnni"},
     {"isa": "avx512_vnni"},
     {"shuffled": "1"},
+    {"no_prefix_cache": ""},
 ]
 MIXED = [
     {"workers": TWO, "max_active": "1", "step_tokens": "512", "isa": "avx2"},
@@ -34,7 +35,7 @@ MIXED = [
     {"cores_per_worker": TWO, "step_tokens": "7", "isa": "avx_vnni"},
     # Room for the document and little else: the others wait.
     {"workers": TWO, "arena": "52M", "step_tokens": "32", "shuffled": "3"},
-    {"workers": "1", "max_active": "16", "step_tokens": "1", "isa": "avx512_vnni"},
+    {"workers": "1", "max_active": "16", "step_tokens": "3", "isa": "avx512_vnni"},
     {"cores_per_worker": TWO, "max_active": "5", "step_tokens": "100", "shuffled": "4", "in_order": ""},
 ]
 
@@ -103,14 +104,13 @@ def test_same_bytes_of_the_scalar_kernels(base, runs):
 
 
 def test_same_bytes_when_sequences_give_way(workload, make_runs):
-    """Room for two rows where eight want to grow: some lose their blocks and are computed again."""
+    """Room for two rows where eight want to grow: some are interrupted and go on later."""
     rows, runs = workload("write")[:8], make_runs()
     for row in rows:
         row["body"] |= {"max_tokens": 100, "temperature": 0.8}
     plenty = runs.fresh(rows)
     assert runs.fresh(rows, "--arena", "7M") == plenty
-    stats = runs.stats()
-    assert sum(worker["prefill_tokens"] for worker in stats["workers"]) > stats["prompt_tokens"]
+    assert runs.stats()["sequences"]["paused"] > 0
 
 
 def test_rows_do_not_run_alike_by_chance(base, runs, rows):
