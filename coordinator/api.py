@@ -217,6 +217,10 @@ class Coordinator:
         busy_seconds, mean_batch, rss_bytes, pss_bytes and how that splits into weights, arena and private memory."""
         return self._engine.stats()
 
+    def workers(self, count: int) -> None:
+        """Change the number of workers, 1 to the number it began with. What they run goes on; nothing is lost."""
+        self._engine.set_workers(count)
+
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Block until every worker has loaded the model; False on timeout."""
         return self._engine.wait_ready(timeout)

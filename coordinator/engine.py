@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from coremill.config.engine import EngineConfig
-from coremill.config.errors import EngineClosedError, EngineError, RequestError
+from coremill.config.errors import ConfigError, EngineClosedError, EngineError, RequestError
 from coremill.config.request import SequenceRequest, SequenceResult
 from coremill.config.topology import CoreGroup
-from coremill.coordinator.events import Cancelled, Closing, Event, Submitted
+from coremill.coordinator.events import Cancelled, Closing, Event, Submitted, Workers
 from coremill.coordinator.pool import WORKER_COMMAND
 from coremill.coordinator.shell import Shell
 from coremill.coordinator.storage import Storage
@@ -41,7 +41,7 @@ class Engine:
         pack_path: the packed model.
         groups: the cores of each worker.
         on_event: told what happens to workers, as a dict with "event" (worker_started, worker_ready, worker_died,
-            worker_retired), "worker", and "pid" or "cause". Runs on the engine's thread.
+            worker_stopped, worker_retired), "worker", and "pid" or "cause". Runs on the engine's thread.
         stop_ids: tokens that end generation; None: those of the model. Measurements give none.
 
     Every method may be called from any thread. Callbacks run on the engine's own thread and must be quick.
@@ -145,6 +145,20 @@ class Engine:
         with self._lock:
             if self._open:
                 self._post(Cancelled(ticket))
+
+    def set_workers(self, count: int) -> None:
+        """Run on the first `count` core groups from now on; returns at once.
+
+        Sequences of workers that leave go on elsewhere within a step, and nothing is computed again. ConfigError unless
+        1 <= count <= the number of groups.
+        """
+        self._check_owner()
+        if not 1 <= count <= len(self.groups):
+            raise ConfigError(f"workers is {count}: this engine has core groups for 1 to {len(self.groups)}")
+        with self._lock:
+            if not self._open:
+                raise self._failure or EngineClosedError("the engine is closed")
+            self._post(Workers(count))
 
     def stats(self, *, measure: bool = True) -> dict[str, Any]:
         """The queue, the arena and `workers`, a list with the names of design.md section 9.

@@ -79,6 +79,13 @@ class RetireWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStopped:
+    """It was not needed any more and has left; StartWorker may bring it back."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     worker: int
     message: Begin | Extend | Cancel | Release | Stop
@@ -97,4 +104,4 @@ class GiveUp:
     reason: str
 
 
-Instruction = StartWorker | RetireWorker | Send | Finish | GiveUp
+Instruction = StartWorker | RetireWorker | WorkerStopped | Send | Finish | GiveUp

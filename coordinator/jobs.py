@@ -94,13 +94,16 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One stay of a sequence with one worker. closing: asked back, the worker may still write to its table; when its
-    sequence has another lease or none by then, it was cancelled, and the table is nobody else's."""
+    """One stay of a sequence with one worker. growing: its table may need more blocks some day.
+
+    closing: asked back, but the worker may still write to its table; when its sequence has another lease or none by
+    then, it was cancelled, and the table is nobody else's."""
 
     number: int
     worker: int
     sequence: Sequence
     table: Table
+    growing: bool
     closing: bool = False
 
 

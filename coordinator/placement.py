@@ -16,7 +16,7 @@ from coremill.coordinator.events import Instruction, Send
 from coremill.coordinator.jobs import Lease, Sequence, Slot, WaitingLine
 from coremill.coordinator.limits import Limits
 from coremill.coordinator.prefix import Match
-from coremill.coordinator.tables import Tables
+from coremill.coordinator.tables import Table, Tables
 
 # top_p 0 means the most likely token alone; so does any share this small.
 SMALLEST_TOP_P = 1e-9
@@ -60,9 +60,9 @@ class Placement:
         ahead = min(len(sequence.tokens) + self.limits.look_ahead, sequence.max_positions)
         return self.limits.blocks_for(max(ahead, 1))
 
-    def _is_growing(self, lease: Lease) -> bool:
+    def _is_growing(self, sequence: Sequence, table: Table) -> bool:
         """Whether it may want more blocks some day."""
-        return len(lease.table.blocks) < self.limits.blocks_for(lease.sequence.max_positions)
+        return len(table.blocks) < self.limits.blocks_for(sequence.max_positions)
 
     def _feed_hungry(self) -> None:
         """Extend tables that run short, the most entitled first; without blocks make somebody give way."""
@@ -77,7 +77,8 @@ class Placement:
             count = min(missing, self.tables.num_available)
             if count > 0 and not lease.closing:
                 taken = self.tables.grow(table, count)
-                self._num_growing -= not self._is_growing(lease)
+                lease.growing = self._is_growing(lease.sequence, table)
+                self._num_growing -= not lease.growing
                 self._out.append(Send(lease.worker, Extend(lease.number, tuple(taken))))
             if count >= missing:
                 del self._hungry[lease.number]
@@ -190,7 +191,9 @@ class Placement:
             lower = [
                 other
                 for other in self.sequences.values()
-                if other.table is not None and other.request.priority < sequence.request.priority
+                if other.table is not None
+                and other.request.priority < sequence.request.priority
+                and other.charged_at is None  # suspects are served before all others: they would be back at once
             ]
             self._take_from(lower, needed)
         self._unfit = now
@@ -210,7 +213,13 @@ class Placement:
         """A slot for an urgent sequence, when all are taken: the youngest of the lowest priority is paused."""
         if sequence is None or sequence.request.priority <= self._lowest_priority or self._num_closing:
             return
-        running = [lease for slot in self.slots if slot.state == "ready" for lease in slot.leases.values()]
+        running = [
+            lease
+            for slot in self.slots
+            if slot.state == "ready"
+            for lease in slot.leases.values()
+            if lease.sequence.charged_at is None
+        ]
         victim = max(running, key=lambda lease: lease.sequence.rank, default=None)
         if victim is not None and victim.sequence.request.priority < sequence.request.priority:
             self._pause(victim)
@@ -233,9 +242,9 @@ class Placement:
     def _begin(self, sequence: Sequence, slot: Slot, match: Match, now: float) -> None:
         self._last_lease += 1
         table = self.tables.open(sequence.tokens, match, self._blocks_wanted(sequence), sequence.table)
-        lease = Lease(self._last_lease, slot.index, sequence, table)
+        lease = Lease(self._last_lease, slot.index, sequence, table, self._is_growing(sequence, table))
         slot.leases[lease.number] = lease
-        self._num_growing += self._is_growing(lease)
+        self._num_growing += lease.growing
         self._count_begin(sequence, slot, table.computed)
         sequence.table, sequence.lease, sequence.last_worker = table, lease, slot.index
         sequence.enter("prefill", now)

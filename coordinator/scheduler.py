@@ -30,6 +30,7 @@ from coremill.coordinator.events import (
     Submitted,
     WorkerDied,
     Workers,
+    WorkerStopped,
 )
 from coremill.coordinator.jobs import Lease, Sequence, Slot
 from coremill.coordinator.limits import Limits, refusal
@@ -160,9 +161,8 @@ class Scheduler(Placement):
             self._unpark(self.tables.acknowledge(table, sequence.tokens, computed))
         else:
             table.done = computed
-        if len(sequence.tokens) + self.limits.look_ahead > len(table.blocks) * self.limits.block_tokens:
-            if not lease.closing and len(table.blocks) < self._blocks_wanted(sequence):
-                self._hungry[lease.number] = lease
+        if lease.growing and not lease.closing and len(table.blocks) < self._blocks_wanted(sequence):
+            self._hungry[lease.number] = lease
 
     # ---- deaths ----
 
@@ -177,6 +177,7 @@ class Scheduler(Placement):
         slot.up = slot.stepped = False
         if slot.state == "draining":  # as it was told, or on the way there
             slot.state, slot.told_to_stop = "stopped", False
+            self._out.append(WorkerStopped(slot.index))
             return
         slot.state = "starting"
         at_work = held or not was_ready
@@ -279,7 +280,7 @@ class Scheduler(Placement):
         lease = self._lease(slot, number)
         del slot.leases[number]
         self._hungry.pop(number, None)
-        self._num_growing -= self._is_growing(lease)
+        self._num_growing -= lease.growing
         self._num_closing -= lease.closing
         if lease.sequence.lease is not lease:
             self.tables.close(lease.table, lease.sequence.tokens)
@@ -314,7 +315,7 @@ class Scheduler(Placement):
         """AssertionError unless every block is in one place and every sequence is in one place."""
         leases = list(self._leases())
         self.tables.check(self._all_tables())
-        assert self._num_growing == sum(map(self._is_growing, leases)), "growing leases are miscounted"
+        assert self._num_growing == sum(lease.growing for lease in leases), "growing leases are miscounted"
         assert self._num_closing == sum(lease.closing for lease in leases), "closing leases are miscounted"
         for lease in leases:
             assert lease.sequence.lease is not lease or lease.sequence.table is lease.table, "two tables"

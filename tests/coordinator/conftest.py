@@ -6,7 +6,7 @@ import importlib.util
 import os
 import random
 import sys
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from coremill.coordinator.events import (
     StartWorker,
     Submitted,
     WorkerDied,
+    Workers,
 )
 from coremill.coordinator.limits import Limits
 from coremill.coordinator.scheduler import Scheduler
@@ -52,10 +53,13 @@ class Crash(Exception):
 
 
 class FakeModel:
-    """Keeps tokens in the arena where a model keeps keys and values, and reads all of them back to go on."""
+    """Keeps tokens in the arena where a model keeps keys and values, and reads all of them back to go on.
 
-    def __init__(self, arena: dict[tuple[int, int], int]) -> None:
-        self.arena = arena
+    full_blocks: how often the last token of each full block was computed, by all tokens up to it.
+    """
+
+    def __init__(self, arena: dict[tuple[int, int], int], full_blocks: Counter) -> None:
+        self.arena, self.full_blocks = arena, full_blocks
 
     def new_batch(self):
         return FakeBatch()
@@ -74,6 +78,8 @@ class FakeModel:
                 raise Crash
             for at, token in enumerate(tokens, position):
                 self.arena[blocks[at // 32], at % 32] = token
+                if at % 32 == 31:
+                    self.full_blocks[tuple(self.arena[blocks[i // 32], i % 32] for i in range(at + 1))] += 1
             if sample is not None:
                 seen = [self.arena[blocks[at // 32], at % 32] for at in range(position + len(tokens))]
                 outputs.append(StepOutput(next_token(seen, sample.seed), "ok"))
@@ -83,14 +89,14 @@ class FakeModel:
 class SimulatedWorker:
     """A worker's loop with queues for a socket."""
 
-    def __init__(self, arena, step_tokens: int, counters: CounterPage) -> None:
+    def __init__(self, arena, full_blocks: Counter, step_tokens: int, counters: CounterPage) -> None:
         self.inbox: deque[bytes] = deque()
         self.outbox: deque[bytes] = deque([encode(Ready("fake", 0, 0.0))])
-        self.stepped = False
+        self.stepped = self.stopped = False
         self.counters = counters
         self.loop = WorkerLoop(
             self,
-            FakeModel(arena),
+            FakeModel(arena, full_blocks),
             TOKEN_BYTES,
             step_tokens=step_tokens,
             counters=counters,
@@ -103,7 +109,9 @@ class SimulatedWorker:
     def hear(self, count: int) -> None:
         for _ in range(min(count, len(self.inbox))):
             message = decode(self.inbox.popleft())
-            if not isinstance(message, Stop):
+            if isinstance(message, Stop):
+                self.stopped = True
+            else:
                 self.loop.hear(message)
 
     def step(self) -> bool:
@@ -121,6 +129,7 @@ class World:
         self.scheduler = Scheduler(limits, (STOP_ID,))
         self.step_tokens = step_tokens
         self.arena: dict[tuple[int, int], int] = {}
+        self.full_blocks: Counter = Counter()
         self.workers: dict[int, SimulatedWorker] = {}
         self.pages = {index: CounterPage(create_page("test")) for index in range(limits.num_workers)}
         self.requests: dict[int, SequenceRequest] = {}
@@ -140,6 +149,9 @@ class World:
 
     def cancel(self, ticket: int) -> None:
         self.happen(Cancelled(ticket))
+
+    def set_workers(self, count: int) -> None:
+        self.happen(Workers(count))
 
     def deliver(self, index: int, count: int = 1_000_000) -> None:
         """Messages of a worker reach the coordinator."""
@@ -174,7 +186,8 @@ class World:
             match instruction:
                 case StartWorker(index):
                     assert index not in self.workers, "started twice"
-                    self.workers[index] = SimulatedWorker(self.arena, self.step_tokens, self.pages[index])
+                    page = self.pages[index]
+                    self.workers[index] = SimulatedWorker(self.arena, self.full_blocks, self.step_tokens, page)
                 case Send(index, message):
                     if index in self.workers:
                         self.workers[index].inbox.append(encode(message))
@@ -207,6 +220,9 @@ class World:
             if index in self.workers:
                 busy |= bool(self.workers[index].outbox)
                 self.deliver(index)
+            if index in self.workers and self.workers[index].stopped:
+                busy = True
+                self.die(index)
         return busy
 
     def run(self, turns: int = 100_000) -> None:
@@ -227,11 +243,18 @@ class World:
         assert (result.token_ids, result.text, result.finish_reason) == expected(self.requests[ticket])
 
 
-def random_request(rng: random.Random, key: str, longest: int = 120) -> SequenceRequest:
-    num_prompt = rng.choice([1, rng.randint(1, longest), rng.randint(1, 31), 32, 33])
+def random_request(rng: random.Random, key: str, longest: int = 120, family: int = 0) -> SequenceRequest:
+    """family: requests of a family (0: none) begin with the same tokens, up to some point."""
+    num_prompt = min(rng.choice([1, rng.randint(1, longest), rng.randint(1, 31), 32, 33]), longest)
+    prompt = [rng.randrange(1, POISON) for _ in range(num_prompt)]
+    if family:
+        common = random.Random(family)
+        shared = [common.randrange(1, POISON) for _ in range(longest)]
+        cut = rng.choice([0, 5, 31, 32, 33, 64, 70, rng.randint(0, longest)])
+        prompt[:cut] = shared[: min(cut, num_prompt)]
     return SequenceRequest(
         key,
-        tuple(rng.randrange(1, POISON) for _ in range(min(num_prompt, longest))),
+        tuple(prompt),
         max_tokens=rng.choice([1, 2, rng.randint(1, 60)]),
         seed=rng.randrange(1 << 64),
         stop=rng.choice([(), (), (b"abc",), (b"ddd", b"ee"), (b"aa", b"aab")]),

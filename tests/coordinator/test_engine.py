@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 import psutil
 import pytest
 
-from coremill.config.errors import EngineClosedError, EngineError, UnsupportedHostError, WorkerStartError
+from coremill.config.errors import ConfigError, EngineClosedError, EngineError, UnsupportedHostError, WorkerStartError
 from coremill.config.request import SequenceRequest
 from coremill.coordinator.engine import NOT_THE_REQUESTS_FAULT
 
@@ -117,9 +117,9 @@ def test_killed_workers_cost_nothing_but_time(engine, sim, monkeypatch):
         assert outcome(future.result(60)) == sim.expected(request)
     run._shell.scheduler.check()
     assert all(gone(pid) for pid in killed)
-    deaths = [event for event in run.events if event["event"] == "worker_died"]
-    assert {death["pid"] for death in deaths} == killed
-    assert {death["cause"] for death in deaths} == {"killed by SIGKILL"}
+    wait_for(lambda: len(deaths(run)) == 4)  # each is told a moment after its process is gone
+    assert {death["pid"] for death in deaths(run)} == killed
+    assert {death["cause"] for death in deaths(run)} == {"killed by SIGKILL"}
     assert sum(worker["restarts"] for worker in run.stats()["workers"]) == 4
     children = pids(run)
     run.close()
@@ -418,3 +418,24 @@ def test_a_forked_child_does_not_keep_workers_alive(engine):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_fewer_and_more_workers_while_rows_run(engine, sim, monkeypatch):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.004")
+    run = engine(2, max_active=8)
+    assert run.wait_ready(10)
+    requests = rows(sim, 60)
+    futures = [submit(run, request) for request in requests]
+    wait_for(lambda: all(place.counters["active"] for place in run._shell.places))
+    run.set_workers(1)
+    wait_for(lambda: run.stats(measure=False)["workers"][1]["state"] == "stopped")
+    assert not all(future.done() for future in futures)
+    assert [event["event"] for event in run.events].count("worker_stopped") == 1 and not deaths(run)
+    run.set_workers(2)
+    wait_for(lambda: run.stats(measure=False)["workers"][1]["state"] == "ready")
+    for request, future in zip(requests, futures, strict=True):
+        assert outcome(future.result(30)) == sim.expected(request)
+    sequences = run.stats()["sequences"]
+    assert sequences["moved"] > 0 and sequences["recomputed_tokens"] == 0
+    with pytest.raises(ConfigError, match="workers is 3: this engine has core groups for 1 to 2"):
+        run.set_workers(3)

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 def disturb(world, rng: random.Random, sim, num_rows: int, poison: set[int]) -> None:
     """Everything that can happen, in any order, until all rows have been submitted."""
     while len(world.requests) < num_rows:
+        if not world.workers:
+            world.set_workers(1)
         index = rng.choice(list(world.workers))
         worker = world.workers[index]
-        match rng.choices(range(6), [4, 8, 8, 8, 1, 1])[0]:
+        match rng.choices(range(7), [4, 8, 8, 8, 1, 1, 0.3])[0]:
             case 0:
-                request = sim.random_request(rng, f"row {len(world.requests)}")
+                request = sim.random_request(rng, f"row {len(world.requests)}", family=rng.choice([0, 1, 1, 2]))
                 if rng.random() < 0.03:
                     request.prompt_ids += (sim.POISON,)
                     poison.add(len(world.requests) + 1)
@@ -26,6 +28,9 @@ def disturb(world, rng: random.Random, sim, num_rows: int, poison: set[int]) -> 
                 world.deliver(index, rng.randint(1, 4))
             case 2:
                 worker.hear(rng.randint(1, 4))
+                if worker.stopped:
+                    world.deliver(index)
+                    world.die(index)
             case 3:
                 world.step(index)
             case 4 if worker.stepped and world.scheduler.slots[index].stepped:
@@ -33,6 +38,8 @@ def disturb(world, rng: random.Random, sim, num_rows: int, poison: set[int]) -> 
                 world.die(index)
             case 5 if world.requests:
                 world.cancel(rng.choice(list(world.requests)))
+            case 6:
+                world.set_workers(rng.randint(1, len(world.pages)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -42,10 +49,11 @@ def disturb(world, rng: random.Random, sim, num_rows: int, poison: set[int]) -> 
     max_active=st.integers(1, 5),
     num_blocks=st.sampled_from([6, 9, 20, 200]),
     step_tokens=st.sampled_from([1, 7, 16, 64]),
+    prefix_cache=st.sampled_from([True, True, True, False]),
 )
-def test_random_events(sim, seed, num_workers, max_active, num_blocks, step_tokens):
+def test_random_events(sim, seed, num_workers, max_active, num_blocks, step_tokens, prefix_cache):
     rng, poison = random.Random(seed), set()
-    limits = sim.Limits(num_workers, max_active, num_blocks, 190, sim.VOCAB)
+    limits = sim.Limits(num_workers, max_active, num_blocks, 190, sim.VOCAB, prefix_cache=prefix_cache)
     world = sim.World(limits, step_tokens)
     disturb(world, rng, sim, num_rows=40, poison=poison)
     world.run()
@@ -68,6 +76,21 @@ def test_a_tight_arena_is_slow_but_never_stuck(world, sim, num_blocks):
     shared.run()
     for ticket in shared.requests:
         shared.verify(ticket)
+
+
+@pytest.mark.parametrize("num_blocks", [6, 9, 40, 400])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_families_of_prompts_in_arenas_of_all_sizes(world, sim, num_workers, num_blocks):
+    rng = random.Random(num_blocks)
+    shared = world(num_workers=num_workers, max_active=4, num_blocks=num_blocks)
+    for row in range(60):
+        shared.submit(sim.random_request(rng, str(row), longest=90, family=1 + row % 3))
+    shared.run()
+    for ticket in shared.requests:
+        shared.verify(ticket)
+    if num_blocks == 400:
+        assert shared.scheduler.counts["cached_tokens"] > 200
+        assert shared.scheduler.counts["recomputed_tokens"] == 0
 
 
 def test_poison_rows_among_good_ones(world, sim):
