@@ -16,8 +16,8 @@ Python reads no files unless it is given one with `config=`. docs/options.md is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from coremill.config.errors import ConfigError
@@ -39,6 +39,8 @@ class Option:
             nothing get) or "command".
         short: one-letter form on the command line.
         in_files: may stand in a TOML file.
+        verb_help: verb -> (help, default text) where a verb takes the option otherwise than the rest.
+        required: verbs that cannot do without it.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Option:
     short: str | None = None
     default_text: str = ""
     in_files: bool = True
+    verb_help: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
 
     @property
     def switch(self) -> str:
@@ -62,6 +66,21 @@ class Option:
     @property
     def is_flag(self) -> bool:
         return isinstance(self.kind, Flag)
+
+    def help_for(self, verb: str) -> str:
+        return self.verb_help[verb][0] if verb in self.verb_help else self.help
+
+    def default_for(self, verb: str) -> str:
+        """The default in words, for a verb's help."""
+        return self.verb_help[verb][1] if verb in self.verb_help else self.shown_default
+
+    @property
+    def shown_default(self) -> str:
+        if self.default is None or self.default == ():
+            return self.default_text
+        if self.is_flag:
+            return "yes" if self.default else "no"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,21 +109,22 @@ _MODEL = (*_ENGINE, "bench start", "perplexity", "pack", "inspect")
 
 OPTIONS: tuple[Option, ...] = (
     Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
-           _MODEL, short="-m", default_text="none"),
+           _MODEL, short="-m", default_text="none", required=("run", "bench peer", "bench start", "perplexity")),
     # ---- the engine: fields of EngineConfig ----
     Option("workers", Integer(1, 4096), None, "Worker processes.",
            _ENGINE, "engine", default_text="one for each core group"),
     Option("cores_per_worker", Integer(1, 4096, "K"), None,
            "Physical cores in each worker's core group, which run a step together.",
-           (*_ENGINE, "perplexity"), "engine", default_text="1; for perplexity all"),
+           (*_ENGINE, "perplexity"), "engine", default_text="1",
+           verb_help={"perplexity": ("Physical cores that compute together.", "all")}),
     Option("max_active", Integer(1, 1024, "B"), 16, "Sequences that a worker steps together.", _ENGINE, "engine"),
     Option("ctx", Integer(2, 1 << 30, "T"), None,
-           "Longest request, prompt and completion together, in tokens; for perplexity, tokens of a chunk.",
-           (*_ENGINE, "perplexity"), "engine",
-           default_text="the model's context length, at most 4096; for perplexity 512"),
+           "Longest request, prompt and completion together, in tokens.", (*_ENGINE, "perplexity"), "engine",
+           default_text="the model's context length, at most 4096",
+           verb_help={"perplexity": ("Tokens of a chunk, which starts without anything before it.", "512")}),
     Option("arena", Size(), None, "Memory for the KV cache of all sequences together.",
            _ENGINE, "engine", default_text="room for all active sequences, at most half of the memory left"),
-    Option("kv", Choice(("f16",)), "f16", "Type of the KV cache.", _ENGINE, "engine"),
+    Option("kv", Choice(("f16",)), "f16", "Type of the KV cache; so far f16 is the only one.", _ENGINE, "engine"),
     Option("seed", Integer(-(2**63), 2**63 - 1, "S"), 0,
            "Seed of the run, from which rows without a seed draw theirs.", ("run",), "engine"),
     Option("prefix_cache", Flag(), True, "Share the computed prefixes of prompts.", _ENGINE, "engine"),
@@ -131,8 +151,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("stop", Stops(), (), "Text that ends a completion, or a JSON list of up to 4, for rows that do not say.",
            ("run",), "sampling", default_text="none"),
     # ---- commands ----
-    Option("output", Text("OUT"), None, "File to write: the results of run, the packed model of pack.",
-           ("run", "pack"), short="-o", default_text="required by run"),
+    Option("output", Text("OUT"), None, "File of results, one JSON object a line; an earlier run's is resumed.",
+           ("run", "pack"), short="-o", default_text="none", required=("run",),
+           verb_help={"pack": ("File to write the packed model to.", "a file in the cache")}),
     Option("errors", Text("FILE"), None, "File for rows that failed.",
            ("run",), default_text="OUT with .jsonl replaced by .errors.jsonl"),
     Option("retry_errors", Flag(), False, "Run the rows again that failed in an earlier run.", ("run",)),
@@ -143,7 +164,19 @@ OPTIONS: tuple[Option, ...] = (
     Option("format", Choice(("auto", "jsonl", "text")), "auto",
            "What the input is; auto goes by its name, else by its first line: JSON lines when that starts with {, "
            "else plain text, one prompt a line.", ("run",)),
-    Option("show", Integer(0, 10**6), 0, "Show the first N results at the end.", ("run",)),
+    Option("chat", Flag(), False,
+           "Plain text only: each line is a user's message to a chat model, put into its chat template, instead of a "
+           "text to be continued.", ("run",)),
+    Option("system", Text(), None, "Plain text only: the system message before each line; implies --chat.",
+           ("run",), default_text="none"),
+    Option("chat_template", Text("FILE"), None, "Jinja template for chats, instead of the model's own.",
+           ("run",), default_text="the model's"),
+    Option("any_model", Flag(), False,
+           "Accept whatever name rows give in 'model', such as those written for another service; all run on -m.",
+           ("run",)),
+    Option("keep_changed", Flag(), False,
+           "Go on although rows of IN have changed since they were finished; their old outcomes are kept.", ("run",)),
+    Option("show", Integer(0, 10**6), 0, "Show the first N rows of IN and what came of them at the end.", ("run",)),
     Option("stats", Text("FILE"), None, "Write the run's figures to this file as one JSON object.",
            ("run",), default_text="none"),
     Option("logits", Text("OUT.npy"), None,

@@ -63,28 +63,21 @@ def takes(verb: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             return function(settings=from_command_line(verb, mine), **given)
 
         for option in reversed(options):
-            resolved = _click_option(option)(resolved)
+            resolved = _click_option(option, verb)(resolved)
         return resolved
 
     return decorate
 
 
-def _click_option(option: Option) -> Callable[[Any], Any]:
+def _click_option(option: Option, verb: str) -> Callable[[Any], Any]:
     """Texts pass through click unread and absent options stay None: limits and defaults are the table's."""
     names = [option.short] if option.short else []
-    help_text = f"{option.help}  [default: {shown_default(option)}]"
+    note = "required" if verb in option.required else f"default: {option.default_for(verb)}"
+    help_text = f"{option.help_for(verb)}  [{note}]"
     if option.is_flag:
         switch = f"{option.switch}/{option.switch.replace('--', '--no-', 1)}"
         return click.option(*names, switch, option.name, default=None, help=help_text)
     return click.option(*names, option.switch, option.name, default=None, metavar=option.kind.metavar, help=help_text)
-
-
-def shown_default(option: Option) -> str:
-    if option.default is None or option.default == ():
-        return option.default_text
-    if option.is_flag:
-        return "yes" if option.default else "no"
-    return f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
 
 
 # ---- docs/options.md ----
@@ -147,10 +140,14 @@ def _document_row(option: Option) -> tuple[str, ...]:
     return (
         f"{short}`{option.switch}`",
         f"{value}: {limit}" if limit else value,
-        shown_default(option),
+        "; ".join([_default(option), *(f"{verb}: {default}" for verb, (_, default) in option.verb_help.items())]),
         ", ".join(option.verbs),
-        option.help,
+        " ".join([option.help, *(f"{verb}: {help}" for verb, (help, _) in option.verb_help.items())]),
     )
+
+
+def _default(option: Option) -> str:
+    return f"required by {', '.join(option.required)}" if option.required else option.shown_default
 
 
 if __name__ == "__main__":

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from coremill.config.settings import Settings
 from coremill.tools.options import Verb, takes
 
+if TYPE_CHECKING:
+    from coremill.coordinator.batch.feeder import FirstRow
+
 _EXAMPLES = [
     ("coremill run prompts.jsonl -m smollm2 -o results.jsonl", "run a file; again: resume it"),
-    ("coremill run questions.txt -m model.gguf -o answers.jsonl --temperature 0", "plain text, one prompt a line"),
+    ("coremill run questions.txt -m model.gguf -o answers.jsonl --chat --max-tokens 200", "plain text, a chat a line"),
+    ("coremill run openai-batch.jsonl -m model.gguf -o out.jsonl --any-model", "rows written for another service"),
     ("zcat big.jsonl.gz | coremill run - -m model.gguf -o out.jsonl --in-order", "from a pipe, results in input order"),
     ("coremill run prompts.jsonl -m smollm2 -o results.jsonl --retry-errors", "failed rows once more"),
 ]
@@ -27,7 +33,8 @@ def command(input: str, settings: Settings) -> int:
     """Run the prompts of the file IN (- for standard input) through a model.
 
     IN has one request a line: OpenAI batch lines (custom_id, method, url, body), or objects with `prompt` or
-    `messages` and sampling fields, or plain text. Files ending in .gz and .zst are read too.
+    `messages` and sampling fields, or plain text: without --chat, each line is a text that the model continues by up
+    to 16 tokens. Files ending in .gz and .zst are read too.
 
     Each finished row is appended to OUT at once, each failed one to the error file. The same command again goes on
     where the last run stopped, however it ended; OUT.journal remembers what the results depend on. --in-order keeps
@@ -36,14 +43,13 @@ def command(input: str, settings: Settings) -> int:
     Ctrl-C stops within a second and keeps what is finished; a second Ctrl-C kills.
 
     Exit code: 0 all rows succeeded, 1 the run could not go on, 2 wrong options, 3 some rows failed, 4 OUT belongs to
-    a run with other settings, 5 some rows changed since they were finished, 6 --strict stopped the run, 130 Ctrl-C,
-    143 SIGTERM.
+    a run with other settings or rows, 5 some rows changed since they were finished and --keep-changed was given,
+    6 --strict stopped the run, 130 Ctrl-C, 143 SIGTERM.
     """
     from coremill.config.engine import EngineConfig
     from coremill.config.request import SamplingParams
     from coremill.coordinator.batch.job import BatchOptions, run_batch
-    from coremill.coordinator.batch.report import make_reporter, result_lines, worker_table
-    from coremill.coordinator.batch.results import read_results
+    from coremill.coordinator.batch.report import make_reporter, worker_table
     from coremill.coordinator.batch.summary import exit_code, summary_lines
     from coremill.coordinator.batch.writer import default_errors_path
 
@@ -53,27 +59,54 @@ def command(input: str, settings: Settings) -> int:
         model=settings.require("model"),
         engine=EngineConfig.from_settings(settings),
         defaults=SamplingParams(**settings.of_group("sampling")),
-        **{name: settings[name] for name in ("errors", "format", "retry_errors", "in_order", "strict", "stats")},
+        **{name: settings[name] for name in _BATCH_OPTIONS},
     )
     reporter = make_reporter()
     try:
         end = run_batch(options, reporter, _process_clock())
     finally:
         reporter.close()
-    startup_seconds, seconds = end.stats["startup_seconds"], end.outcome.progress.seconds
+    outcome, workers = end.outcome, end.stats["workers"]
     errors = options.errors or default_errors_path(options.output)
-    for line in worker_table(end.stats["workers"], seconds):
-        click.echo(line, err=True)
-    for line in summary_lines(end.outcome, options.output, errors, startup_seconds):
+    if settings["show"]:
+        _show_results(outcome.first, (options.output, errors))
+    if workers:
+        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else 120
+        click.echo("\n".join(worker_table(workers, outcome.progress.seconds, width)), err=True)
+    num_computed = sum(worker["prefill_tokens"] + worker["decode_tokens"] for worker in workers)
+    for line in summary_lines(outcome, options.output, errors, end.stats["startup_seconds"], num_computed):
         reporter.say(line)
     for change in end.source_changes:
         reporter.say(f"warning: the model was not left alone during the run: {change}")
     if settings["profile"]:
         _show_profile(end.profiles)
-    if settings["show"]:
-        for line in result_lines(read_results(options.output, settings["show"]), shutil.get_terminal_size().columns):
-            click.echo(line)
-    return exit_code(end.outcome)
+    return exit_code(outcome)
+
+
+_BATCH_OPTIONS = (
+    "errors", "format", "retry_errors", "in_order", "strict", "stats", "any_model", "chat", "system", "chat_template",
+    "keep_changed", "show",
+)  # fmt: skip
+_STYLES = {
+    "head": {"dim": True},
+    "id": {"fg": "cyan"},
+    "length": {"fg": "yellow"},
+    "failed": {"fg": "red"},
+    "end": {"fg": "green"},
+    "answer": {"bold": True},
+}
+
+
+def _show_results(first: Sequence[FirstRow], paths: tuple[str, str]) -> None:
+    """On standard output; click takes the colours away when that is no terminal."""
+    from coremill.coordinator.batch.report import result_lines
+    from coremill.coordinator.batch.results import find_rows
+
+    found = find_rows(paths, [row.key for row in first])
+    width = shutil.get_terminal_size().columns
+    for line in result_lines(first, found, width, lambda kind, text: click.style(text, **_STYLES[kind])):
+        click.echo(line)
+    sys.stdout.flush()
 
 
 def _process_clock() -> Callable[[], float]:

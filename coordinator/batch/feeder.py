@@ -43,6 +43,7 @@ from coremill.coordinator.batch.window import Window
 PREPARE_ROWS = 32
 PREPARE_BYTES = 1 << 18
 MAX_CHANGED_SHOWN = 20
+_PROMPT_END_CHARS = 400
 
 Prepare = Callable[[Sequence[GenerationRequest]], Sequence[tuple[int, ...] | RequestError]]
 Submit = Callable[[SequenceRequest, Callable[[SequenceResult], None]], object]
@@ -50,13 +51,20 @@ Submit = Callable[[SequenceRequest, Callable[[SequenceResult], None]], object]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a run asks of every row. models: names a row may give in `model`; ctx: tokens of the longest request;
-    defaults: for fields a row leaves out."""
+    """What a run asks of every row.
 
-    models: frozenset[str]
+    models: names a row may give in `model`, None: any; ctx: tokens of the longest request; defaults: for fields a
+    row leaves out; chat: lines of plain text are messages of a user, behind the message `system` if there is one;
+    arena_tokens: what the KV cache of all sequences together holds, None: not known.
+    """
+
+    models: frozenset[str] | None
     ctx: int
     defaults: SamplingParams
     run_seed: int = 0
+    chat: bool = False
+    system: str | None = None
+    arena_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -66,6 +74,20 @@ class Finished:
     row: Row
     result: SequenceResult | None = None
     error: RequestError | None = None
+
+    @property
+    def failure(self) -> RequestError | None:
+        """Why it has no result, whether it ran or not."""
+        return self.error or self.result.error
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRow:
+    """One of the first rows of the input, to be shown at the end. prompt: the end of its text."""
+
+    key: bytes
+    custom_id: str
+    prompt: str
 
 
 @dataclass(slots=True)
@@ -83,12 +105,20 @@ class Broke:
 
 
 class Intake:
-    """Turns lines into rows and keeps count of what happened to each. Used by the reader thread alone."""
+    """Turns lines into rows and keeps count of what happened to each. Used by the reader thread alone.
 
-    def __init__(self, table: RowTable, rules: Rules, text_format: bool) -> None:
+    finished: flags of rows that need not run; keep: so many of the first rows are kept in `first`.
+    """
+
+    def __init__(
+        self, table: RowTable, rules: Rules, text_format: bool, *, finished: int = IN_RESULTS | IN_ERRORS, keep: int = 0
+    ) -> None:
         self._table = table
         self._rules = rules
         self._text_format = text_format
+        self._finished = finished
+        self._keep = keep
+        self.first: list[FirstRow] = []
         self.num_read = self.num_admitted = self.num_skipped = self.num_changed = self.num_unrecorded = 0
         self.changed: list[tuple[int, str]] = []  # (line number, custom_id) of the first few
 
@@ -104,11 +134,13 @@ class Intake:
                 request = RequestError("duplicate_custom_id", problem, "custom_id")
             key = line_key(line.number)
             digest, flags = self._table.get(key)
-        if flags & (IN_RESULTS | IN_ERRORS):
+        if len(self.first) < self._keep:
+            self.first.append(FirstRow(key, custom_id, _prompt_end(request)))
+        if flags & self._finished:
             self._skip(line, custom_id, digest)
             self._table.put(key, digest, flags | SEEN)
             return None
-        self._table.put(key, line.digest, SEEN)
+        self._table.put(key, line.digest, flags | SEEN)
         row = Row(line.number, self.num_admitted, custom_id, key, line.digest, cost)
         self.num_admitted += 1
         return row, request
@@ -133,20 +165,38 @@ class Intake:
             decoded = decode_json(line.data)
             custom_id = custom_id_of(decoded, line.number)
             request = parse_row(decoded, line.number, self._rules.defaults)
-            if request.model is not None and request.model not in self._rules.models:
-                known = ", ".join(f"'{name}'" for name in sorted(self._rules.models))
-                problem = f"'model' is {shown(request.model)}: it must be one of {known}"
-                raise RequestError("model_not_found", problem, "model")
+            self._check_model(request.model)
             return custom_id, request
         except RequestError as error:
             return custom_id, error
+
+    def _check_model(self, name: str | None) -> None:
+        models = self._rules.models
+        if name is None or models is None or name in models:
+            return
+        known = ", ".join(f"'{known}'" for known in sorted(models))
+        problem = f"'model' is {shown(name)}: it must be one of {known}; --any-model accepts every name"
+        raise RequestError("model_not_found", problem, "model")
 
     def _text_request(self, data: bytes, custom_id: str) -> GenerationRequest:
         try:
             prompt = data.decode()
         except UnicodeDecodeError as error:
             raise RequestError("invalid_utf8", f"not valid UTF-8 at byte {error.start} of the line") from None
-        return GenerationRequest(custom_id, "completion", None, prompt, self._rules.defaults)
+        rules = self._rules
+        if not rules.chat:
+            return GenerationRequest(custom_id, "completion", None, prompt, rules.defaults)
+        system = () if rules.system is None else ({"role": "system", "content": rules.system},)
+        messages = (*system, {"role": "user", "content": prompt})
+        return GenerationRequest(custom_id, "chat", messages, None, rules.defaults)
+
+
+def _prompt_end(request: GenerationRequest | RequestError) -> str:
+    """The end of a row's text, for people."""
+    if isinstance(request, RequestError):
+        return ""
+    text = request.messages[-1]["content"] if request.messages else request.prompt
+    return text[-_PROMPT_END_CHARS:] if isinstance(text, str) else f"{len(text)} token ids"
 
 
 class Feeder:
@@ -240,5 +290,7 @@ class Feeder:
             self._plan.add_unfit(error)
             self._post(Finished(row, error=error))
             return
-        self._plan.add(sequence)
+        arena_tokens = self._rules.arena_tokens
+        fits = arena_tokens is None or len(ids) + sequence.max_tokens - 1 <= arena_tokens
+        self._plan.add(sequence, fits=fits, unlimited=request.kind == "chat" and request.sampling.max_tokens is None)
         self._submit(sequence, lambda result: self._post(Finished(row, result=result)))

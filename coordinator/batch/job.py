@@ -13,10 +13,11 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from coremill.config.arena import BLOCK_TOKENS
 from coremill.config.engine import EngineConfig
 from coremill.config.errors import ConfigError, RequestError
 from coremill.config.fingerprint import NUMERICS_VERSION, system_fingerprint, text_digest
@@ -30,6 +31,7 @@ from coremill.coordinator.batch.results import LineMaker
 from coremill.coordinator.batch.rowtable import RowTable
 from coremill.coordinator.batch.runner import WINDOW_BYTES, Outcome, Runner
 from coremill.coordinator.batch.source import Source, open_source
+from coremill.coordinator.batch.standing import check_input
 from coremill.coordinator.batch.summary import stats_object
 from coremill.coordinator.batch.writer import ResultFiles
 from coremill.coordinator.engine import Engine
@@ -60,6 +62,12 @@ class BatchOptions:
     in_order: bool = False
     strict: bool = False
     stats: str | None = None
+    any_model: bool = False
+    chat: bool = False
+    system: str | None = None
+    chat_template: str | None = None
+    keep_changed: bool = False
+    show: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +94,37 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
         resolved = resolve_model(options.model, progress=reporter.packing)
         pack = stack.enter_context(open_pack(resolved.pack))
         ctx = options.engine.longest_request(pack.spec.context_length)
+        template = read_template(options.chat_template)
+        if source.is_terminal:
+            reporter.say("reading prompts from the terminal, one a line; Ctrl-D on an empty line ends them")
         lines = LineReader(source, options.format)
+        _check_chat(options, lines)
         table = RowTable()
         files = ResultFiles(
             options.output,
             options.errors,
-            run_fingerprint(options, pack, ctx, lines.format),
+            run_fingerprint(options, pack, ctx, lines.format, template),
             table,
             input_identity=source.identity,
         )
         stack.callback(files.close)
-        groups = discover(workers=options.engine.workers, cores_per_worker=options.engine.cores_per_worker)
-        engine, prepare = _start(stack, options, pack, files.started, groups, reporter)
+        names = model_names(pack, options.model)
+        rules = _rules(options, names, ctx)
+        outcome, engine_stats, profiles = _check_resume(options, source, lines, table, rules), {"workers": []}, []
         startup_seconds = clock()
-        reporter.attach(_setting(pack, engine, groups, ctx), _format_note(lines), lambda: engine.stats(measure=False))
-        runner = _runner(options, source, lines, files, table, pack, ctx, prepare, engine, reporter)
-        outcome = runner.run()
-        # A worker in a long step would keep the second of a Ctrl-C: then its last figures must do.
-        engine_stats = engine.stats(measure=outcome.stopped is None)
-        profiles = engine.profiles()
+        if outcome is None:
+            groups = discover(workers=options.engine.workers, cores_per_worker=options.engine.cores_per_worker)
+            engine, prepare = _start(stack, options, pack, files.started, groups, reporter, template)
+            startup_seconds = clock()
+            setting = _setting(pack, engine, groups, ctx)
+            reporter.attach(setting, _format_note(lines), lambda: engine.stats(measure=False))
+            rules = replace(rules, arena_tokens=engine.stats(measure=False)["arena"]["blocks"] * BLOCK_TOKENS)
+            maker = LineMaker(names[0], system_fingerprint(pack.key, options.engine.kv))
+            runner = _runner(options, source, lines, files, table, rules, maker, prepare, engine, reporter)
+            outcome = runner.run()
+            # A worker in a long step would keep the second of a Ctrl-C: then its last figures must do.
+            engine_stats = engine.stats(measure=outcome.stopped is None)
+            profiles = engine.profiles()
     stats = stats_object(outcome, engine_stats, startup_seconds)
     if options.stats is not None:
         write_stats(options.stats, stats)
@@ -118,12 +138,14 @@ def _start(
     now: datetime.datetime,
     groups: Sequence[CoreGroup],
     reporter: PlainReporter,
+    template: str | None,
 ) -> tuple[Engine, Prepare]:
     """Engine and text helper; the engine is ready. now: what templates take for the present time."""
     from coremill.coordinator.text.service import TextService
 
     # The helper takes longest to load. Whatever is wrong with it is said by its first call.
-    text = TextService(pack.path, now=now, max_tokens=options.engine.longest_request(pack.spec.context_length))
+    max_tokens = options.engine.longest_request(pack.spec.context_length)
+    text = TextService(pack.path, template=template, now=now, max_tokens=max_tokens)
     stack.callback(text.close)
     engine = Engine(pack.path, options.engine, groups, on_event=reporter.worker_event)
     stack.callback(engine.close)
@@ -132,15 +154,59 @@ def _start(
     return engine, prepare_with(text)
 
 
-def _runner(options, source: Source, lines, files, table, pack, ctx, prepare, engine, reporter) -> Runner:
-    names = model_names(pack, options.model)
+def _rules(options: BatchOptions, names: Sequence[str], ctx: int) -> Rules:
+    return Rules(
+        None if options.any_model else frozenset(names),
+        ctx,
+        options.defaults,
+        options.engine.seed,
+        chat=options.chat or options.system is not None,
+        system=options.system,
+    )
+
+
+def _check_resume(
+    options: BatchOptions, source: Source, lines: LineReader, table: RowTable, rules: Rules
+) -> Outcome | None:
+    """As check_input, when there is something to check and the input can be read twice."""
+    if not len(table) or source.size is None or options.input == "-":
+        return None
+    retry = options.retry_errors or options.strict
+    keep_changed, keep = options.keep_changed, options.show
+    return check_input(
+        options.input, lines.format, options.output, table, rules, retry=retry, keep_changed=keep_changed, keep=keep
+    )
+
+
+def read_template(path: str | None) -> str | None:
+    """The text of --chat-template."""
+    if path is None:
+        return None
+    try:
+        template = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--chat-template {path}: not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise ConfigError(f"--chat-template {path}: {error.strerror}") from None
+    if not template.strip():
+        raise ConfigError(f"--chat-template {path}: the file is empty")
+    return template
+
+
+def _check_chat(options: BatchOptions, lines: LineReader) -> None:
+    if lines.format != "text" and (options.chat or options.system is not None):
+        name = "--chat" if options.chat else "--system"
+        raise ConfigError(f"{name} is for plain text; {options.input} is JSON lines ({lines.why}), which say it by row")
+
+
+def _runner(options, source: Source, lines, files, table, rules, maker, prepare, engine, reporter) -> Runner:
     num_slots = len(engine.groups) * options.engine.max_active
     return Runner(
         lines,
         files,
         table,
-        Rules(frozenset(names), ctx, options.defaults, options.engine.seed),
-        LineMaker(names[0], system_fingerprint(pack.key, options.engine.kv)),
+        rules,
+        maker,
         prepare=prepare,
         submit=engine.submit,
         window_rows=max(MIN_WINDOW_ROWS_IN_ORDER if options.in_order else MIN_WINDOW_ROWS, 4 * num_slots),
@@ -148,6 +214,7 @@ def _runner(options, source: Source, lines, files, table, pack, ctx, prepare, en
         in_order=options.in_order,
         retry=options.retry_errors or options.strict,
         strict=options.strict,
+        keep=options.show,
         reporter=reporter,
         interrupt_input=source.interrupt,
     )
@@ -177,10 +244,13 @@ def model_names(pack: PackFile, given: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if name]
 
 
-def run_fingerprint(options: BatchOptions, pack: PackFile, ctx: int, format: str) -> dict[str, Any]:
+def run_fingerprint(
+    options: BatchOptions, pack: PackFile, ctx: int, format: str, template: str | None = None
+) -> dict[str, Any]:
     """Everything but the rows themselves that results depend on. Values as JSON gives them back."""
     defaults = options.defaults
-    return {
+    chat = {"chat": True, "system": options.system} if options.chat or options.system is not None else {}
+    return chat | {
         "model": pack.key,
         "kv": options.engine.kv,
         "ctx": ctx,
@@ -191,7 +261,7 @@ def run_fingerprint(options: BatchOptions, pack: PackFile, ctx: int, format: str
         "min_p": defaults.min_p,
         "max_tokens": defaults.max_tokens,
         "stop": list(defaults.stop),
-        "template": text_digest(pack.chat_template),
+        "template": text_digest(template or pack.chat_template),
         "numerics": NUMERICS_VERSION,
         "format": format,
     }
@@ -207,12 +277,13 @@ def _setting(pack: PackFile, engine: Engine, groups: Sequence[CoreGroup], ctx: i
         groups=tuple((group.cores, group.why) for group in groups),
         memory=(
             ("weights (once for all workers)", pack.data_length),
-            ("KV cache (as it fills, at most)", arena),
             ("scratch of all workers", scratch),
         ),
         ctx=ctx,
         multiplies=sum(matrix.n * matrix.k for matrix in pack.matrices.values()),
         rate=_EXPECTED_RATE[isa] * num_cores if isa in _EXPECTED_RATE else None,
+        arena=arena,
+        kv_block=(BLOCK_TOKENS, stats["arena"]["block_bytes"]),
     )
 
 
@@ -223,6 +294,8 @@ def _format_note(lines: LineReader) -> str:
 
 def _check_stats_path(path: str | None) -> None:
     """Now rather than after hours of running."""
+    if path == "-":
+        raise ConfigError("--stats cannot be standard output: give a file name")
     if path is not None and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
         raise ConfigError(f"--stats is {path!r}: it must be a file in a folder that can be written")
 

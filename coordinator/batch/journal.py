@@ -25,6 +25,7 @@ _RECORD_LEN = _KEY_HEX + 1 + _DIGEST_HEX + 1
 _NAMES = {
     "model": "the model's content", "kv": "--kv", "ctx": "--ctx", "seed": "--seed", "temperature": "--temperature",
     "top_p": "--top-p", "top_k": "--top-k", "min_p": "--min-p", "max_tokens": "--max-tokens", "stop": "--stop",
+    "chat": "--chat", "system": "--system",
     "template": "the chat template", "numerics": "the numerics version", "format": "the input's format",
 }  # fmt: skip
 
@@ -67,7 +68,7 @@ def read_header(line: bytes, path: str) -> dict[str, Any] | None:
 def check_fingerprint(out: str, old: dict[str, Any], new: dict[str, Any]) -> None:
     """ResumeRefusedError naming each part that differs, with both values."""
     changes = [
-        f"{_NAMES.get(name, name)} was {json.dumps(old.get(name))} and is {json.dumps(new.get(name))}"
+        f"{_NAMES.get(name, name)} was {_shown(old.get(name))} and is {_shown(new.get(name))}"
         for name in dict.fromkeys([*new, *old])
         if old.get(name) != new.get(name)
     ]
@@ -76,6 +77,10 @@ def check_fingerprint(out: str, old: dict[str, Any], new: dict[str, Any]) -> Non
             f"{out} holds results of a run with other settings: {'; '.join(changes)}. "
             "Use the earlier settings to resume, or another -o to start anew"
         )
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value in (None, []) else json.dumps(value)
 
 
 def load_digests(fd: int, start: int, table: RowTable) -> int:

@@ -25,7 +25,8 @@ class Plan:
     """Figures of the window. num_read: lines read so far, rows of earlier runs included; whole: they are all.
 
     prompt_tokens, max_new_tokens, shared_tokens (prompt tokens that repeat another row's beginning): of
-    num_rows rows that fit. num_unfit: rows of the window that exceed the context.
+    num_rows rows that fit the context. num_unfit: rows of the window that exceed the context; num_unfit_arena: rows
+    among num_rows that exceed the KV cache; num_unlimited: chats without max_tokens, which may fill the context.
     """
 
     num_read: int
@@ -35,6 +36,8 @@ class Plan:
     prompt_tokens: int
     max_new_tokens: int
     shared_tokens: int
+    num_unfit_arena: int = 0
+    num_unlimited: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class Setting:
     """What the run has at its disposal; the part of the plan that does not depend on rows.
 
     groups: (cores, why) of each worker. memory: (what, bytes). multiplies: per token, of all matrices;
-    rate: multiplies per second that all cores together are expected to reach, None when nobody knows.
+    rate: multiplies per second that all cores together are expected to reach, None when nobody knows;
+    arena: bytes of the KV cache; kv_block: (tokens, bytes) of a piece of it, which one row fills.
     """
 
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
@@ -50,6 +54,8 @@ class Setting:
     ctx: int = 0
     multiplies: int = 0
     rate: float | None = None
+    arena: int = 0
+    kv_block: tuple[int, int] = (32, 0)
 
 
 class PlanWindow:
@@ -57,7 +63,7 @@ class PlanWindow:
 
     def __init__(self) -> None:
         self._prompts: list[tuple[int, ...]] = []
-        self._max_new = self._unfit = 0
+        self._max_new = self._unfit = self._unfit_arena = self._unlimited = 0
         self._deadline: float | None = None
         self._done = False
 
@@ -67,8 +73,11 @@ class PlanWindow:
             return None
         return max(0.0, self._deadline - time.monotonic())
 
-    def add(self, sequence: SequenceRequest) -> None:
+    def add(self, sequence: SequenceRequest, *, fits: bool = True, unlimited: bool = False) -> None:
+        """fits: the KV cache has room for it; unlimited: nobody said how long it may get."""
         if self._note_row():
+            self._unfit_arena += not fits
+            self._unlimited += unlimited
             self._prompts.append(sequence.prompt_ids)
             self._max_new += sequence.max_tokens
 
@@ -92,6 +101,8 @@ class PlanWindow:
             prompt_tokens=sum(map(len, self._prompts)),
             max_new_tokens=self._max_new,
             shared_tokens=shared_tokens(self._prompts),
+            num_unfit_arena=self._unfit_arena,
+            num_unlimited=self._unlimited,
         )
         self._prompts = []
         return plan
@@ -121,7 +132,7 @@ def _common_length(one: tuple[int, ...], two: tuple[int, ...]) -> int:
 
 
 def estimate_seconds(plan: Plan, setting: Setting, num_rows: int) -> float | None:
-    """Upper estimate for `num_rows` rows like those of the window: every row uses its max_tokens, nothing is shared."""
+    """For `num_rows` rows like those of the window, if every row uses its max_tokens and nothing is shared."""
     if not plan.num_rows or not setting.rate:
         return None
     tokens = (plan.prompt_tokens + NEW_TOKEN_COST * plan.max_new_tokens) / plan.num_rows * num_rows
@@ -132,24 +143,61 @@ def plan_lines(plan: Plan, setting: Setting, num_rows: int | None, num_skipped: 
     """The plan for people. num_rows: rows of the whole input, estimated unless plan.whole; None: a pipe."""
     from coremill.config.memory import format_size
 
-    rows = f"{plan.num_read:,}" if plan.whole else "unknown number of" if num_rows is None else f"about {num_rows:,}"
-    lines = [f"input: {rows} rows, {format_note}"]
+    rows = count_of(plan.num_read, "row")
+    if not plan.whole:
+        rows = "unknown number of rows" if num_rows is None else f"about {num_rows:,} rows"
+    lines = [f"input: {rows}, {format_note}"]
     if num_skipped:
         lines[0] += f"; {num_skipped:,} of those read so far are finished already"
-    over = "" if plan.whole else f" (over the first {plan.num_rows + plan.num_unfit:,} rows)"
+    over = "" if plan.whole else f" (over the first {count_of(plan.num_rows + plan.num_unfit, 'row')})"
     lines.append(
         f"tokens: {plan.prompt_tokens:,} in prompts, at most {plan.max_new_tokens:,} to generate{over}; "
         f"{plan.shared_tokens:,} prompt tokens repeat another row's beginning"
     )
-    lines.append(f"rows that do not fit --ctx {setting.ctx:,}: {plan.num_unfit:,}{over}")
+    lines += _warning_lines(plan, setting, over)
     if setting.memory:
-        lines.append("memory: " + ", ".join(f"{what} {format_size(size)}" for what, size in setting.memory))
+        parts = list(setting.memory)
+        if setting.arena:
+            parts.append(("KV cache, as it fills, at most", _kv_bytes(plan, setting)))
+        lines.append("memory: " + ", ".join(f"{what} {format_size(size)}" for what, size in parts))
     lines += _group_lines(setting.groups)
     left = plan.num_rows if plan.whole else num_rows and max(0, num_rows - num_skipped)
     seconds = estimate_seconds(plan, setting, left) if left else None
     if seconds is not None:
-        lines.append(f"estimate: at most about {format_seconds(seconds)}, if every row uses its max_tokens")
+        lines.append(f"estimate: about {format_seconds(seconds)} if every row uses all its tokens")
     return lines
+
+
+def _kv_bytes(plan: Plan, setting: Setting) -> int:
+    """The whole arena, or what all rows together would fill, if that is less."""
+    block_tokens, block_bytes = setting.kv_block
+    if not plan.whole:
+        return setting.arena
+    num_blocks = plan.num_rows + (plan.prompt_tokens + plan.max_new_tokens) // block_tokens
+    return min(setting.arena, num_blocks * block_bytes)
+
+
+def _warning_lines(plan: Plan, setting: Setting, over: str) -> list[str]:
+    """What will go otherwise than people expect; nothing for most runs."""
+    from coremill.config.memory import format_size
+
+    lines = []
+    if plan.num_unfit:
+        lines.append(f"warning: {count_of(plan.num_unfit, 'row')} too long for --ctx {setting.ctx:,}{over}")
+    if plan.num_unfit_arena:
+        rows, arena = count_of(plan.num_unfit_arena, "row"), format_size(setting.arena)
+        lines.append(f"warning: {rows} too long for --arena {arena}{over}: give it more, or the rows less max_tokens")
+    if plan.num_unlimited:
+        lines.append(
+            f"warning: {count_of(plan.num_unlimited, 'chat')} without max_tokens{over}: each goes on until the model "
+            f"ends it or --ctx {setting.ctx:,} is full; --max-tokens sets a limit"
+        )
+    return lines
+
+
+def count_of(num: int, what: str) -> str:
+    """1, "row" -> "1 row"; 2000, "row" -> "2,000 rows"."""
+    return f"{num:,} {what}" if num == 1 else f"{num:,} {what}s"
 
 
 def _group_lines(groups: tuple[tuple[tuple[int, ...], str], ...]) -> list[str]:
@@ -180,7 +228,7 @@ def stats_plan(plan: Plan | None) -> dict[str, Any] | None:
         return None
     return {
         "rows": plan.num_rows,
-        "unfit_rows": plan.num_unfit,
+        "unfit_rows": plan.num_unfit + plan.num_unfit_arena,
         "prompt_tokens": plan.prompt_tokens,
         "max_new_tokens": plan.max_new_tokens,
         "shared_prefix_tokens": plan.shared_tokens,

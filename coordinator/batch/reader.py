@@ -5,13 +5,17 @@ Which format a file has is decided once, before its first row:
     --format jsonl | text    as said
     .jsonl .ndjson .json     JSONL, whatever is inside: a bad line is an error row
     .txt .text               text: each line is a prompt, taken as it is
+    .csv .tsv .parquet       refused: converting them is for their owner to decide
     anything else, or stdin  by the first line that is not blank: JSONL when it starts with "{", else text
+
+A first line that begins a JSON array or looks like the head of a CSV table is refused where it decides.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +31,11 @@ Format = Literal["jsonl", "text"]
 _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text",
 }  # fmt: skip
+_TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
+# Not every bracket: prompts may begin with [INST].
+_ARRAY_HEAD = re.compile(rb'\[\s*(?:[{"\[]|$)')
+# Two or more names, nothing else: no prompt that anybody means.
+_CSV_HEAD = re.compile(rb'"?\w+"?(?:,"?\w+"?)+')
 _UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -76,15 +85,30 @@ class LineReader:
         return [line] if line else []
 
     def _decide(self, asked: str) -> tuple[Format, str]:
+        suffix = self._source.suffix
         if asked != "auto":
             return asked, "as --format says"  # type: ignore[return-value]
-        by_name = _FORMAT_OF_SUFFIX.get(self._source.suffix)
+        if suffix in _TABLE_SUFFIXES:
+            raise self._not_rows(f"ends in {suffix}")
+        by_name = _FORMAT_OF_SUFFIX.get(suffix)
+        first = self._held[0][1].lstrip() if self._held else b""
+        if by_name is None or suffix == ".json":
+            if _ARRAY_HEAD.match(first):
+                raise self._not_rows("begins like a JSON array")
+            if by_name is None and _CSV_HEAD.fullmatch(first.rstrip()):
+                raise self._not_rows("begins like the head of a CSV table")
         if by_name is not None:
-            return by_name, f"the name ends in {self._source.suffix}"
+            return by_name, f"the name ends in {suffix}"
         if not self._held:
             return "jsonl", "it is empty"
-        starts = self._held[0][1].lstrip().startswith(b"{")
+        starts = first.startswith(b"{")
         return ("jsonl", "its first line starts with {") if starts else ("text", "its first line does not start with {")
+
+    def _not_rows(self, why: str) -> RunError:
+        return RunError(
+            f"{self._source.name} {why}: coremill wants one JSON object a line, or one prompt a line of plain text "
+            "(--format text takes every line as a prompt, whatever it looks like)"
+        )
 
     def _next_line(self) -> tuple[int, bytes, int] | None:
         """(number, content without its end, bytes beyond the limit). The excess itself is read and dropped."""

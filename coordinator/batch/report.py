@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from coremill.config.printable import shortened
+from coremill.config.printable import printable, shortened
+from coremill.coordinator.batch.estimate import Count, seconds_left
+from coremill.coordinator.batch.feeder import FirstRow
 from coremill.coordinator.batch.plan import Plan, Setting, format_seconds, plan_lines
 from coremill.coordinator.batch.runner import Progress, Reporter
 
 PLAIN_SECONDS = 5.0
 _BAR_WIDTH = 30
+_END_WIDTH = len("length")
+_MAX_ANSWER_LINES = 4
+
+Style = Callable[[str, str], str]
 
 
 class Rates:
@@ -38,25 +45,23 @@ class Rates:
         return (prefill - prefill_then) / span, (decode - decode_then) / span
 
 
-def share_done(progress: Progress, plan: Plan | None, num_tokens: int) -> float | None:
-    """How far this run is, 0 to 1; None when nobody knows how many rows there are.
-
-    By rows or by tokens, whichever is further: rows end together when they are equally long, and tokens are counted
-    against an upper bound. num_tokens: computed by this run so far.
-    """
+def share_done(progress: Progress, left: float | None) -> float | None:
+    """How far this run is, 0 to 1: by time when `left` seconds are known, else by rows; None when nobody knows how
+    many rows there are."""
     if progress.num_rows is None:
         return None
     num_rows = progress.num_rows - progress.num_skipped
     if num_rows <= 0:
         return 1.0
-    share = (progress.num_results + progress.num_errors) / num_rows
-    if plan is not None and plan.num_rows:
-        planned = (plan.prompt_tokens + plan.max_new_tokens) / plan.num_rows * num_rows
-        share = max(share, num_tokens / planned)
-    return min(1.0, share)
+    if left:
+        return progress.seconds / (progress.seconds + left)
+    return min(1.0, (progress.num_results + progress.num_errors) / num_rows)
 
 
-def progress_line(progress: Progress, share: float | None, rates: tuple[float, float]) -> str:
+def progress_line(
+    progress: Progress, share: float | None, rates: tuple[float, float], left: float | None = None
+) -> str:
+    """left: seconds, None when nobody can tell."""
     done = progress.num_skipped + progress.num_results + progress.num_errors
     line = f"{done:,} rows"
     if progress.num_rows is not None:
@@ -64,8 +69,8 @@ def progress_line(progress: Progress, share: float | None, rates: tuple[float, f
     if progress.num_errors:
         line += f", {progress.num_errors:,} failed"
     line += f"; {rates[0]:,.0f} prompt + {rates[1]:,.0f} new tokens/s"
-    if share is not None and share > 0.02:
-        line += f"; {share:.0%}, about {format_seconds(progress.seconds * (1 - share) / share)} left"
+    if share is not None and left is not None:
+        line += f"; {share:.0%}, about {format_seconds(left)} left"
     return line
 
 
@@ -78,46 +83,57 @@ def worker_states(workers: list[dict[str, Any]]) -> str:
     return f"active {active or 0}{away}"
 
 
-def worker_table(workers: list[dict[str, Any]], seconds: float) -> list[str]:
-    """One line per worker of Engine.stats(), under a heading. seconds: since the counters began."""
-    from coremill.config.memory import format_size
+def live_table(workers: list[dict[str, Any]], seconds: float, width: int) -> list[str]:
+    """What each worker is doing, under a heading. seconds: since the counters began."""
+    rows = [("worker", "cores", "state", "active", "prompt", "new", "tokens/s", "busy")]
+    rows += [(*_name(worker), worker["state"], str(worker["active"]), *_speed(worker, seconds)) for worker in workers]
+    return aligned(rows, width)
 
-    head = (
-        "worker",
-        "cores",
-        "state",
-        "active",
-        "prefill",
-        "decode",
-        "tokens/s",
-        "busy",
-        "batch",
-        "PSS",
-        "own",
-        "starts",
-    )
-    rows = [head]
+
+def worker_table(workers: list[dict[str, Any]], seconds: float, width: int) -> list[str]:
+    """What each worker has done and holds, and what the columns say. seconds: since the counters began."""
+    restarted = any(worker["restarts"] for worker in workers)
+    head = ["worker", "cores", "prompt", "new", "tokens/s", "busy", "at once", "memory", "own"]
+    rows = [(*head, "restarts") if restarted else tuple(head)]
     for worker in workers:
-        tokens = worker["prefill_tokens"] + worker["decode_tokens"]
-        pss, own = worker["pss_bytes"], worker["pss_private_bytes"]
-        rows.append(
-            (
-                str(worker["worker"]),
-                ",".join(map(str, worker["cores"])),
-                worker["state"],
-                str(worker["active"]),
-                f"{worker['prefill_tokens']:,}",
-                f"{worker['decode_tokens']:,}",
-                f"{tokens / seconds:,.0f}" if seconds else "-",
-                f"{min(1.0, worker['busy_seconds'] / seconds):.0%}" if seconds else "-",
-                f"{worker['mean_batch']:.1f}",
-                "-" if pss is None else format_size(pss),
-                "-" if own is None else format_size(own),
-                str(1 + worker["restarts"]),
-            )
-        )
+        cells = [*_name(worker), *_speed(worker, seconds), f"{worker['mean_batch']:.1f}"]
+        cells += [_megabytes(worker["pss_bytes"]), _megabytes(worker["pss_private_bytes"])]
+        rows.append((*cells, str(worker["restarts"])) if restarted else tuple(cells))
+    caption = (
+        "prompt, new: tokens read and written. at once: rows in a step. memory: resident, what workers share split "
+        "between them; own: what is not shared."
+    )
+    return aligned(rows, width) + textwrap.wrap(caption, width, initial_indent="  ", subsequent_indent="  ")
+
+
+def _name(worker: dict[str, Any]) -> tuple[str, str]:
+    from coremill.config.hostfiles import format_cpu_list
+
+    return str(worker["worker"]), format_cpu_list(tuple(worker["cores"]))
+
+
+def _speed(worker: dict[str, Any], seconds: float) -> tuple[str, ...]:
+    prefill, decode = worker["prefill_tokens"], worker["decode_tokens"]
+    rate = _short((prefill + decode) / seconds) if seconds else "-"
+    busy = f"{min(1.0, worker['busy_seconds'] / seconds):.0%}" if seconds else "-"
+    return _short(prefill), _short(decode), rate, busy
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.1f}M"
+
+
+def _megabytes(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "-"
+    return f"{num_bytes / (1 << 20):.0f} MiB" if num_bytes < 10 << 30 else f"{num_bytes / (1 << 30):,.1f} GiB"
+
+
+def aligned(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Lines of a table, cells to the right, cut to the terminal."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = ("  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows)
+    return [shortened_line(line, width) for line in lines]
 
 
 class PlainReporter(Reporter):
@@ -126,7 +142,7 @@ class PlainReporter(Reporter):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next_line = 0.0
-        self._packing = -1
+        self._packing = ("", -1)
         self._rates = Rates()
         self._plan: Plan | None = None
         self._setting = Setting()
@@ -143,11 +159,11 @@ class PlainReporter(Reporter):
             print(f"coremill: {text}", file=sys.stderr, flush=True)
 
     def packing(self, stage: str, done: int, total: int) -> None:
-        """Progress of what precedes the first run of a model; said at every quarter."""
-        quarter = 4 * done // total if total else 0
-        if quarter != self._packing:
-            self._packing = quarter
-            self.say(f"{stage}: {25 * quarter} %")
+        """Progress of what precedes the first run of a model; said at every quarter. total 0: nobody knows."""
+        said = (stage, 4 * done // total if total else 0)
+        if said != self._packing:
+            self._packing = said
+            self.say(f"{stage}: {25 * said[1]} %" if total else stage)
 
     def plan(self, plan: Plan, num_rows: int | None, num_skipped: int) -> None:
         self._plan = plan
@@ -164,9 +180,10 @@ class PlainReporter(Reporter):
 
     def worker_event(self, event: dict[str, Any]) -> None:
         """As Engine's on_event; runs on the engine's thread."""
-        if event["event"] in ("worker_died", "worker_retired"):
-            what = "died" if event["event"] == "worker_died" else "is not started again"
-            self.say(f"worker {event['worker']} {what}: {event.get('cause')}")
+        if event["event"] == "worker_died":
+            self.say(f"worker {event['worker']} died: {event.get('cause')}; it is started again, its rows go on")
+        elif event["event"] == "worker_retired":
+            self.say(f"worker {event['worker']} is not started again: {event.get('cause')}; the others take its rows")
 
     def close(self) -> None:
         """Ends the live view, if there is one."""
@@ -174,9 +191,16 @@ class PlainReporter(Reporter):
     def _state(self, progress: Progress) -> tuple[str, float | None, list[dict[str, Any]]]:
         """(line of text, share done, workers)."""
         workers = self._stats()["workers"] if self._stats else []
-        prefill, decode = (sum(worker[name] for worker in workers) for name in ("prefill_tokens", "decode_tokens"))
-        share = share_done(progress, self._plan, prefill + decode)
-        return progress_line(progress, share, self._rates.add(time.monotonic(), prefill, decode)), share, workers
+        names = ("prefill_tokens", "decode_tokens", "active")
+        prefill, decode, active = (sum(worker[name] for worker in workers) for name in names)
+        rates = self._rates.add(time.monotonic(), prefill, decode)
+        left = None
+        if progress.num_rows is not None:
+            num_left = progress.num_rows - progress.num_skipped - progress.num_results - progress.num_errors
+            done = (progress.num_results, prefill, decode, progress.completion_tokens, rates[1])
+            left = seconds_left(Count(progress.seconds, num_left, active, *done), self._plan)
+        share = share_done(progress, left)
+        return progress_line(progress, share, rates, left), share, workers
 
 
 class LiveReporter(PlainReporter):
@@ -197,11 +221,12 @@ class LiveReporter(PlainReporter):
 
     def packing(self, stage: str, done: int, total: int) -> None:
         share = done / total if total else 1.0
-        self._draw([f"{stage} {_bar(share)} {share:.0%}"])
+        self._draw([f"{stage} {_bar(share)} {share:.0%}" if total else stage])
 
     def progress(self, progress: Progress) -> None:
         line, share, workers = self._state(progress)
-        self._draw(([] if share is None else [_bar(share)]) + [line, *worker_table(workers, progress.seconds)])
+        table = live_table(workers, progress.seconds, max(20, self._console.width))
+        self._draw(([] if share is None else [_bar(share)]) + [line, *table])
 
     def close(self) -> None:
         self._live.stop()
@@ -230,15 +255,43 @@ def make_reporter() -> PlainReporter:
     return LiveReporter() if live else PlainReporter()
 
 
-def result_lines(rows: list[dict[str, Any]], width: int) -> list[str]:
-    """Results for people: custom_id and text of each, on one line of the given width."""
-    texts = []
-    for row in rows:
-        choice = row["response"]["body"]["choices"][0]
-        texts.append(choice["text"] if "text" in choice else choice["message"]["content"])
-    names = [shortened(row["custom_id"], 32) for row in rows]
-    column = max(map(len, names), default=0)
-    return [
-        f"{name.ljust(column)}  {shortened(text, max(10, width - column - 2))}"
-        for name, text in zip(names, texts, strict=True)
-    ]
+def result_lines(
+    first: Sequence[FirstRow], found: Mapping[bytes, dict[str, Any]], width: int, style: Style = lambda kind, text: text
+) -> list[str]:
+    """Rows for people: custom_id, how each ended, the end of its prompt, its answer (up to _MAX_ANSWER_LINES lines).
+
+    found: lines of the result and error files by row key; a row without one is not finished. style: given
+    "head", "id", "length", "failed" or "answer", and a text of the final width, returns it coloured.
+    """
+    names = [shortened(row.custom_id, 24) for row in first]
+    column = max(map(len, ["row", *names]))
+    prompt = max(16, (width - column - _END_WIDTH - 6) * 2 // 5)
+    answer = max(16, width - column - _END_WIDTH - prompt - 6)
+    head = f"{'row'.ljust(column)}  {'end'.ljust(_END_WIDTH)}  {'...prompt'.ljust(prompt)}  answer"
+    lines = [style("head", head)]
+    for name, row in zip(names, first, strict=True):
+        end, text = _end_and_text(found.get(row.key))
+        pieces = textwrap.wrap(text, answer, max_lines=_MAX_ANSWER_LINES, placeholder="…") or [""]
+        kind = end if end in ("length", "failed") else "end"
+        lines.append(
+            f"{style('id', name.ljust(column))}  {style(kind, end.ljust(_END_WIDTH))}  "
+            f"{_tail(row.prompt, prompt).ljust(prompt)}  {style('answer', pieces[0])}"
+        )
+        indent = " " * (column + _END_WIDTH + prompt + 6)
+        lines += [indent + style("answer", piece) for piece in pieces[1:]]
+    return lines
+
+
+def _end_and_text(row: dict[str, Any] | None) -> tuple[str, str]:
+    if row is None:
+        return "-", ""
+    if row["error"] is not None:
+        return "failed", printable(f"{row['error']['code']}: {row['error']['message']}")
+    choice = row["response"]["body"]["choices"][0]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    return choice["finish_reason"], printable(text[:4000]).strip()
+
+
+def _tail(text: str, width: int) -> str:
+    line = printable(text).strip()
+    return line if len(line) <= width else "…" + line[len(line) - width + 1 :]

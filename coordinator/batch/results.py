@@ -7,9 +7,10 @@ The id leads each line and has one length, so that resuming finds the rows of a 
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +49,18 @@ def key_of_line(line: bytes) -> bytes | None:
         return None
 
 
-def read_results(path: str, num: int) -> list[dict[str, Any]]:
-    """The first `num` lines of a result file."""
-    with open(path, "rb") as file:
-        return [json.loads(line) for line in itertools.islice(file, num)]
+def find_rows(paths: Iterable[str], keys: Iterable[bytes]) -> dict[bytes, dict[str, Any]]:
+    """The lines about these rows in result and error files, by row key; files may be missing."""
+    wanted, found = set(keys), {}
+    for path in paths:
+        if not wanted - found.keys() or not os.path.exists(path):
+            continue
+        with open(path, "rb") as file:
+            for line in file:
+                key = key_of_line(line)
+                if key in wanted:
+                    found[key] = json.loads(line)
+    return found
 
 
 class LineMaker:

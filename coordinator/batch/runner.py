@@ -16,7 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coremill.config.errors import EngineError, RequestError
-from coremill.coordinator.batch.feeder import Broke, Feeder, Finished, InputEnd, Intake, Prepare, Rules, Submit
+from coremill.coordinator.batch.feeder import (
+    Broke,
+    Feeder,
+    Finished,
+    FirstRow,
+    InputEnd,
+    Intake,
+    Prepare,
+    Rules,
+    Submit,
+)
 from coremill.coordinator.batch.plan import Plan
 from coremill.coordinator.batch.reader import LineReader
 from coremill.coordinator.batch.results import LineMaker
@@ -28,6 +38,7 @@ from coremill.coordinator.engine import NOT_THE_REQUESTS_FAULT
 # Of input lines in flight: their token ids take some ten times as much.
 WINDOW_BYTES = 8 << 20
 TICK_SECONDS = 0.25
+MAX_FAILURES_SHOWN = 3
 
 
 @dataclass(slots=True)
@@ -47,12 +58,22 @@ class Progress:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed row, for people."""
+
+    line: int
+    custom_id: str
+    error: RequestError
+
+
 @dataclass(slots=True)
 class Outcome:
     """How a run ended. stopped: the signal that stopped it, or "strict"; None: the whole input is done.
 
     results_before, errors_before: lines in the files when it began, of which num_gone belong to rows that the
-    input no longer has. error_codes: count of each code of the errors written now.
+    input no longer has. error_codes: count of each code of the errors written now; failures: the first of them.
+    first: the first rows of the input, as many as were asked for. idle: there was nothing to run.
     """
 
     progress: Progress
@@ -66,6 +87,9 @@ class Outcome:
     num_unrecorded: int = 0
     changed: list[tuple[int, str]] = field(default_factory=list)
     error_codes: dict[str, int] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    first: list[FirstRow] = field(default_factory=list)
+    idle: bool = False
 
 
 class Reporter:
@@ -80,6 +104,7 @@ class Runner:
     """One run over an input that is open, into files that are open, with an engine that is ready.
 
     retry: rows that failed in earlier runs run again. strict: the first row that fails ends the run.
+    keep: so many of the input's first rows are remembered for the outcome.
     """
 
     def __init__(
@@ -97,6 +122,7 @@ class Runner:
         in_order: bool = False,
         retry: bool = False,
         strict: bool = False,
+        keep: int = 0,
         reporter: Reporter | None = None,
         interrupt_input: Callable[[], None] = lambda: None,
     ) -> None:
@@ -107,7 +133,7 @@ class Runner:
         self._position, self._interrupt_input = lines.position, interrupt_input
         self._mail: queue.SimpleQueue = queue.SimpleQueue()
         self._window = Window(window_rows, window_bytes)
-        self._intake = Intake(table, rules, lines.format == "text")
+        self._intake = Intake(table, rules, lines.format == "text", keep=keep)
         self._feeder = Feeder(
             lines, self._intake, rules, prepare=prepare, submit=submit, post=self._mail.put, window=self._window
         )
@@ -182,31 +208,34 @@ class Runner:
     def _write(self, finished: list[Finished]) -> None:
         """Writes rows; raises EngineError after the others when some came back because the engine is gone."""
         lost = None
-        done: list[tuple[int, Record, int]] = []
+        done: list[Finished] = []
         for item in finished:
-            error = item.error or item.result.error
-            if error is not None and error.code in NOT_THE_REQUESTS_FAULT:  # the row is left for the next run
-                lost = error
+            if item.failure is not None and item.failure.code in NOT_THE_REQUESTS_FAULT:  # left for the next run
+                lost = item.failure
                 continue
-            done.append((item.row.ordinal, self._record(item, error), item.row.cost))
-        ready = [(record, cost) for _, record, cost in done] if self._order is None else list(self._order.take(done))
+            done.append(item)
+        ready = done if self._order is None else list(self._order.take(done))
+        if self._strict and (failed := [item for item in ready if item.failure is not None]):
+            first = min(failed, key=lambda item: item.row.ordinal)
+            ready = [item for item in ready if item.failure is None or item is first]
+            self._outcome.stopped = "strict"
         if ready:
-            self._files.write([record for record, _ in ready])
-        for record, cost in ready:
-            self._window.release(cost)
-            self._progress.num_errors += record.failed
-            self._progress.num_results += not record.failed
-            if record.failed and self._strict:
-                self._outcome.stopped = "strict"
+            self._files.write([self._record(item) for item in ready])
+        for item in ready:
+            self._window.release(item.row.cost)
+            self._progress.num_errors += item.failure is not None
+            self._progress.num_results += item.failure is None
         self._num_finished += len(ready)
         if lost is not None and self._outcome.stopped is None:
             raise EngineError(lost.message)
 
-    def _record(self, item: Finished, error: RequestError | None) -> Record:
-        row, result, progress = item.row, item.result, self._progress
+    def _record(self, item: Finished) -> Record:
+        row, result, error, progress = item.row, item.result, item.failure, self._progress
         if error is not None:
-            codes = self._outcome.error_codes
+            codes, failures = self._outcome.error_codes, self._outcome.failures
             codes[error.code] = codes.get(error.code, 0) + 1
+            if len(failures) < MAX_FAILURES_SHOWN:
+                failures.append(Failure(row.number, row.custom_id, error))
             line = self._maker.error_line(row, error, result)
         else:
             line = self._maker.result_line(row, result)
@@ -229,7 +258,7 @@ class Runner:
             progress.num_rows = max(progress.num_read, round(progress.num_read * position[1] / position[0]))
         outcome = self._outcome
         outcome.num_changed, outcome.num_unrecorded = intake.num_changed, intake.num_unrecorded
-        outcome.changed = intake.changed
+        outcome.changed, outcome.first = intake.changed, intake.first
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -55,6 +55,11 @@ class Source:
         return buffered
 
     @property
+    def is_terminal(self) -> bool:
+        """Somebody types it."""
+        return self._raw.isatty()
+
+    @property
     def compressed(self) -> bool:
         """Known once `stream` was asked for."""
         return not isinstance(self.stream.raw, (io.FileIO, PipeReader))
@@ -109,6 +114,9 @@ class PipeReader(io.RawIOBase):
 
     def fileno(self) -> int:
         return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
 
     def readinto(self, buffer) -> int:
         if any(fd == self._wake for fd, _ in self._poll.poll()):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from coremill.coordinator.batch.writer import Record
+if TYPE_CHECKING:
+    from coremill.coordinator.batch.feeder import Finished
 
 
 class Window:
@@ -50,13 +52,12 @@ class InputOrder:
 
     def __init__(self) -> None:
         self._next = 0
-        self._held: list[tuple[int, Record, int]] = []
+        self._held: list[tuple[int, Finished]] = []
 
-    def take(self, finished: Iterable[tuple[int, Record, int]]) -> Iterator[tuple[Record, int]]:
-        """finished: (ordinal, record, cost). Yields (record, cost) of those whose turn has come."""
+    def take(self, finished: Iterable[Finished]) -> Iterator[Finished]:
+        """Those of the rows so far whose turn has come."""
         for item in finished:
-            heapq.heappush(self._held, item)
+            heapq.heappush(self._held, (item.row.ordinal, item))
         while self._held and self._held[0][0] == self._next:
-            _, record, cost = heapq.heappop(self._held)
             self._next += 1
-            yield record, cost
+            yield heapq.heappop(self._held)[1]

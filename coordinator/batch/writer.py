@@ -23,6 +23,8 @@ from coremill.coordinator.batch.results import key_of_line
 from coremill.coordinator.batch.rowtable import IN_ERRORS, IN_RESULTS, UNKNOWN_DIGEST, RowTable
 
 SYNC_SECONDS = 1.0
+_IRREGULAR = "{} is not a regular file: a run must be able to resume from it"
+_PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class AppendFile:
         status = os.fstat(self.fd)
         self.identity = (status.st_dev, status.st_ino)
         if not stat.S_ISREG(status.st_mode):
-            raise RunError(f"{self.path} is not a regular file: a run must be able to resume from it")
+            raise RunError(_IRREGULAR.format(self.path))
         if self.identity == identity_refused:
             raise RunError(f"{self.path} is the input itself: choose another name")
         try:
@@ -271,12 +273,18 @@ def _check_paths(paths: dict[str, str], input_identity: tuple[int, int] | None) 
     """Refuses before anything is created: the input as output, one file in two roles."""
     roles: dict[Any, str] = {}
     for role, path in paths.items():
+        if path == "-":
+            raise RunError(f"{role} cannot be standard output: a run must be able to resume from it; give a file name")
         try:
             status = os.stat(path)
         except OSError:
             identity: Any = str(Path(path).resolve())
         else:
             identity = (status.st_dev, status.st_ino)
+            if not stat.S_ISREG(status.st_mode):
+                raise RunError(_IRREGULAR.format(path))
+        if path.endswith(_PACKED_SUFFIXES):
+            raise RunError(f"{role} ({path}) will be plain JSON lines: its name must not end like a packed file's")
         if identity == input_identity:
             raise RunError(f"{role} ({path}) is the input itself: choose another name")
         if identity in roles:

@@ -130,6 +130,7 @@ class Batch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.fingerprint = FINGERPRINT
         self.input = folder / "in.jsonl"
         self.out = folder / "out.jsonl"
         self.errors = folder / "out.errors.jsonl"
@@ -156,6 +157,7 @@ class Batch:
         input: Path | None = None,
         reporter: Reporter | None = None,
         prepare_with=prepare,
+        rules: dict | None = None,
         write_hook=None,
         **options,
     ) -> Ran:
@@ -170,7 +172,8 @@ class Batch:
             try:
                 if write_hook is not None:
                     files.write = write_hook(files.write)
-                rules = Rules(frozenset({"default", "fake"}), CTX, defaults, run_seed)
+                asked = {"models": frozenset({"default", "fake"}), "ctx": CTX, "defaults": defaults}
+                rules = Rules(**{**asked, "run_seed": run_seed, **(rules or {})})
                 runner = Runner(
                     LineReader(source, format, limit=limit), files, table, rules, LineMaker("fake", "fp_0"),
                     prepare=prepare_with, submit=engine.submit, reporter=recorder, interrupt_input=source.interrupt,

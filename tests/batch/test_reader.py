@@ -74,7 +74,7 @@ def test_text_keeps_the_spaces_of_prompts(read):
     [
         ("a.jsonl", b"plain", "auto", "jsonl"), ("a.ndjson", b"plain", "auto", "jsonl"),
         ("a.TXT", b"{}", "auto", "text"), ("a.dat", b"\n {", "auto", "jsonl"),
-        ("a.dat", b"\n[", "auto", "text"), ("a", b"hello {", "auto", "text"),
+        ("a.dat", b"\n[x", "auto", "text"), ("a", b"hello {", "auto", "text"),
         ("a.jsonl", b"{}", "text", "text"), ("a.txt", b"x", "jsonl", "jsonl"),
     ],
 )  # fmt: skip
@@ -212,3 +212,37 @@ def test_64_mib_lines_are_read_and_longer_ones_pass_in_little_memory(tmp_path, b
     assert failures["line-3"]["code"] == "line_too_long"
     assert str(limit) in failures["line-3"]["message"]
     assert json.dumps(failures).count("zz") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("rows.json", b'[{"prompt": "x"}]\n', "JSON array"),
+        ("rows", b"\n [\n", "JSON array"),
+        ("rows.csv", b"a prompt\n", "ends in .csv"),
+        ("rows.tsv", b"", "ends in .tsv"),
+        ("rows", b'id,"prompt",label\r\n1,x,y\n', "CSV"),
+    ],
+)
+def test_other_formats_are_refused_instead_of_run_as_prompts(tmp_path, name, content, why):
+    path = tmp_path / name
+    path.write_bytes(content)
+    for asked in ("auto", "text"):
+        source = open_source(str(path))
+        try:
+            if asked == "text":
+                assert LineReader(source, "text").format == "text"
+            else:
+                with pytest.raises(RunError, match=why):
+                    LineReader(source, "auto")
+        finally:
+            source.close()
+
+
+@pytest.mark.parametrize("line", [b"Hello, world\n", b"red,\n", b"One\n", b"What is 1,5?\n", b"[INST] Hello [/INST]\n"])
+def test_prompts_with_commas_are_prompts(tmp_path, line):
+    path = tmp_path / "prompts"
+    path.write_bytes(line)
+    source = open_source(str(path))
+    assert LineReader(source).format == "text"
+    source.close()

@@ -194,7 +194,8 @@ def test_statistics_and_summary_add_up(command):
             assert worker[name], name
         parts = [worker[f"pss_{part}_bytes"] for part in ("weights", "arena", "private")]
         assert worker["pss_bytes"] == pytest.approx(sum(parts), rel=0.05)
-    assert sum(worker["prefill_tokens"] for worker in stats["workers"]) == stats["prompt_tokens"]
+    computed = sum(worker["prefill_tokens"] for worker in stats["workers"])
+    assert computed + stats["cached_tokens"] == stats["prompt_tokens"]
     assert f"rows: {len(rows) + 1} read = {len(rows)} results + 1 failed" in said
 
 
@@ -223,6 +224,39 @@ def test_models_that_rows_name(command, smollm2_gguf):
     assert code == 3, said
     assert {row["custom_id"] for row in map(json.loads, run.out.open())} == {str(name) for name in names[:4]}
     assert {row["error"]["code"] for row in map(json.loads, run.errors.open())} == {"model_not_found"}
+
+
+def test_finished_runs_start_nothing(command):
+    run = command()
+    run.input.write_text('{"prompt": "One, two,", "max_tokens": 3, "temperature": 0}\n')
+    assert run.finish(run.start())[0] == 0
+    code, said = run.finish(run.start())
+    assert code == 0 and "nothing to do" in said and "prompts" not in said
+    assert json.loads(run.stats.read_text())["workers"] == []
+    run.input.write_text('{"prompt": "other"}\n')
+    code, said = run.finish(run.start())
+    assert code == 4 and "line 1" in said
+    code, said = run.finish(run.start("--keep-changed"))
+    assert code == 5, said
+
+
+def test_chats_from_plain_text_with_a_template(command, tmp_path):
+    run, template = command(), tmp_path / "template.jinja"
+    run.input.with_suffix(".txt").write_text("three, four\n")
+    template.write_text("one, two, {{ messages[-1].content }},")
+    options = ("--chat", "--chat-template", str(template), "--max-tokens", "4", "--temperature", "0")
+    source = str(run.input.with_suffix(".txt"))
+    code, said = run.finish(run.start(*options, source=source))
+    assert code == 0, said
+    body = json.loads(run.out.read_text())["response"]["body"]
+    assert body["object"] == "chat.completion" and "five" in body["choices"][0]["message"]["content"]
+    template.write_text("{{ messages[-1].content }},")
+    code, said = run.finish(run.start(*options, source=source))
+    assert code == 4 and "the chat template was" in said
+    code, said = run.finish(run.start("--chat"))
+    assert code == 2 and "--chat is for plain text" in said
+    code, said = run.finish(run.start("--chat-template", "missing", source=source))
+    assert code == 2 and "--chat-template missing" in said
 
 
 def test_refusals_say_why_and_start_nothing(command):

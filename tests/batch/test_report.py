@@ -2,22 +2,26 @@
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 
+from coremill.config.errors import RequestError
 from coremill.config.printable import printable, shortened
+from coremill.coordinator.batch.estimate import Count, seconds_left
 from coremill.coordinator.batch.plan import Plan, Setting, estimate_seconds, format_seconds, plan_lines, shared_tokens
 from coremill.coordinator.batch.report import (
     PlainReporter,
     Rates,
+    live_table,
     progress_line,
     result_lines,
     share_done,
     worker_states,
     worker_table,
 )
-from coremill.coordinator.batch.results import read_results
-from coremill.coordinator.batch.runner import Outcome, Progress
+from coremill.coordinator.batch.results import find_rows
+from coremill.coordinator.batch.runner import Failure, Outcome, Progress
 from coremill.coordinator.batch.summary import exit_code, stats_object, summary_lines
 
 WORKER = {
@@ -58,10 +62,26 @@ def test_shortened():
 def test_results_shown_are_safe(batch):
     batch.write([{"custom_id": "evil \x1b[2J", "prompt": "x"}])
     batch.run()
-    rows = read_results(str(batch.out), 5)
-    rows[0]["response"]["body"]["choices"][0]["text"] = "\x1b]52;c;x\x07 hello"
-    (line,) = result_lines(rows, 40)
-    assert "\x1b" not in line and "\x07" not in line and "hello" in line
+    (row,) = batch.run(keep=5).outcome.first
+    found = find_rows([str(batch.out), str(batch.errors)], [row.key])
+    found[row.key]["response"]["body"]["choices"][0]["text"] = "\x1b]52;c;x\x07 hello"
+    _, line = result_lines([row], found, 60)
+    assert "\x1b" not in line and "\x07" not in line and "hello" in line and "length" in line
+
+
+def test_results_shown_are_the_first_rows_of_the_input(batch, fake_engine):
+    batch.write([{"custom_id": "long", "prompt": "a " * 30 + "end of it"}, "bad", {"prompt": [1, 2]}, {"prompt": "x"}])
+    first = batch.run(engine=fake_engine(slots=4), keep=3).outcome.first
+    assert [row.custom_id for row in first] == ["long", "line-2", "line-3"]
+    assert batch.run(keep=3).outcome.first == first
+    found = find_rows([str(batch.out), str(batch.errors), "missing"], [row.key for row in first[:2]])
+    lines = result_lines(first, found, 80)
+    assert all(len(line) <= 80 for line in lines)
+    text = "\n".join(lines)
+    assert "end of it" in text and "…" in text and "invalid_json" in text and "2 token ids" in text
+    assert [line.split()[1] for line in lines if line.startswith(("long", "line-"))] == ["length", "failed", "-"]
+    styled = result_lines(first, found, 80, lambda kind, text: f"<{kind}>")
+    assert {"<head>", "<id>", "<length>", "<failed>", "<answer>"} <= set(" ".join(styled).replace("<", " <").split())
 
 
 def test_shared_tokens_is_what_a_prefix_tree_saves():
@@ -79,12 +99,18 @@ def test_plan_lines():
         "800 in prompts",
         "at most 80",
         "300 prompt tokens",
-        "--ctx 64: 2",
-        "1 MiB",
+        "2 rows too long for --ctx 64",
+        "weights 1 MiB",
         "2 on cores 0, 1",
     ):
         assert part in text
     assert "about" not in text
+    text = "\n".join(plan_lines(plan(num_unfit=0), setting, 10, 0, "JSON lines"))
+    assert "warning" not in text and "KV" not in text
+    small = replace(setting, arena=1 << 20, kv_block=(32, 1 << 14))
+    text = "\n".join(plan_lines(plan(num_unfit_arena=1, num_unlimited=2), small, 10, 0, "JSON lines"))
+    assert "1 row too long for --arena 1 MiB" in text and "2 chats without max_tokens" in text
+    assert f"at most {(8 + 880 // 32) * 16} KiB" in text
     text = "\n".join(plan_lines(plan(whole=False), setting, 5000, 4, "JSON lines"))
     assert "about 5,000 rows" in text and "4 of those read so far are finished" in text and "over the first 10" in text
     assert "unknown number" in plan_lines(plan(whole=False), setting, None, 0, "text")[0]
@@ -97,18 +123,51 @@ def test_estimate_scales_with_rows_and_is_silent_without_figures():
     assert estimate_seconds(plan(num_rows=0), setting, 8) is None
 
 
-def test_share_done_is_by_rows_or_tokens():
-    progress = Progress(num_read=8, num_results=2, num_rows=8)
-    assert share_done(progress, None, 0) == 0.25
-    assert share_done(progress, plan(), 440) == 0.5
-    assert share_done(progress, plan(), 10**9) == 1.0
-    assert share_done(Progress(num_read=8, num_results=2), plan(), 440) is None
-    assert share_done(Progress(num_read=4, num_skipped=4, num_rows=4), None, 0) == 1.0
+def test_share_done_is_by_time_or_rows():
+    progress = Progress(num_read=8, num_results=2, num_rows=8, seconds=10)
+    assert share_done(progress, None) == 0.25
+    assert share_done(progress, 30.0) == 0.25
+    assert share_done(progress, 10.0) == 0.5
+    assert share_done(Progress(num_read=8, num_results=2), 10.0) is None
+    assert share_done(Progress(num_read=4, num_skipped=4, num_rows=4), None) == 1.0
+
+
+def count(**changes):
+    figures = {
+        "seconds": 10.0, "num_left": 90, "num_active": 10, "num_finished": 10, "prefill_tokens": 2000,
+        "decode_tokens": 150, "finished_tokens": 100, "decode_rate": 15.0,
+    }  # fmt: skip
+    return Count(**{**figures, **changes})
+
+
+def test_time_left_of_equal_rows():
+    """Rows of 100 prompt tokens and 10 new ones, half of the tokens of those running done."""
+    left = seconds_left(count(), plan(num_rows=8, max_new_tokens=80))
+    exact = (80 * 125 + 10 * 12.5) * 10 / (2000 + 2.5 * 150)
+    assert left == pytest.approx(exact, rel=0.05)
+
+
+def test_time_left_when_only_a_long_tail_is_left():
+    """27 of 30 chats without max_tokens ended after 50 tokens; three do not end."""
+    unlimited = plan(num_rows=30, max_new_tokens=30 * 4000)
+    last = {"num_left": 3, "num_active": 3, "num_finished": 27, "finished_tokens": 27 * 50, "decode_rate": 60.0}
+    left = [
+        seconds_left(count(seconds=s, decode_tokens=27 * 50 + 3 * n, **last), unlimited)
+        for s, n in ((4, 200), (20, 600), (70, 3900))
+    ]
+    assert left[0] >= 10 and left[1] >= 30 and left[2] <= 15
+
+
+def test_nothing_is_said_of_the_time_left_too_early():
+    assert seconds_left(count(seconds=0.5), plan()) is None
+    assert seconds_left(count(num_active=0, num_finished=0), plan()) is None
+    assert seconds_left(count(), None) is None
+    assert seconds_left(count(num_left=0), None) == 0.0
 
 
 def test_progress_line():
     progress = Progress(num_read=8, num_results=2, num_errors=1, num_rows=8, input_ended=True, seconds=10)
-    assert progress_line(progress, 0.5, (100.0, 50.4)) == (
+    assert progress_line(progress, 0.5, (100.0, 50.4), 10.0) == (
         "3 of 8 rows, 1 failed; 100 prompt + 50 new tokens/s; 50%, about 10 s left"
     )
     assert progress_line(Progress(num_results=5), None, (0, 0)) == "5 rows; 0 prompt + 0 new tokens/s"
@@ -123,10 +182,25 @@ def test_rates_forget():
     assert latest == (0, 10)
 
 
+BIG_WORKER = {
+    **WORKER, "worker": 1234, "cores": list(range(96)), "prefill_tokens": 123456789, "decode_tokens": 12345678,
+    "mean_batch": 64.0, "pss_bytes": 12345 << 20, "pss_private_bytes": 1234 << 20, "state": "starting",
+}  # fmt: skip
+
+
 def test_worker_table_lines_up():
-    lines = worker_table([WORKER, {**WORKER, "worker": 11, "pss_bytes": None}], 10.0)
-    assert len({len(line) for line in lines}) == 1
+    lines = worker_table([WORKER, {**WORKER, "worker": 11, "pss_bytes": None}], 10.0, 80)
+    assert len({len(line) for line in lines[:3]}) == 1 and lines[0].endswith("restarts")
     assert "0,2" in lines[1] and "150" in lines[1] and "50%" in lines[1] and "3 MiB" in lines[1]
+    assert "at once: rows in a step" in lines[3]
+    assert "restarts" not in "\n".join(worker_table([{**WORKER, "restarts": 0}], 10.0, 80))
+
+
+def test_tables_fit_a_terminal():
+    for width in (40, 80):
+        tables = worker_table([{**BIG_WORKER, "restarts": 0}], 10.0, width) + live_table([BIG_WORKER], 10.0, width)
+        assert all(len(line) <= width for line in tables)
+    assert not any("…" in line for line in tables)
 
 
 def test_worker_states():
@@ -183,8 +257,31 @@ def test_warnings_name_rows_safely():
             1,
         )
     )
-    assert "30 rows of the input have changed" in text and "line 7 ('row [2J')" in text
-    assert "2 rows finished by earlier runs" in text and "1 rows that failed" in text and "of 4 finished rows" in text
+    assert "30 rows of the input changed" in text and "line 7 ('row [2J')" in text
+    assert "2 rows finished by earlier runs" in text and "1 row that failed" in text and "of 4 finished rows" in text
+
+
+def test_summary_of_failures_names_the_first():
+    failures = [Failure(3, "a\x1b", RequestError("invalid_json", "not valid JSON"))]
+    text = "\n".join(summary_lines(outcome(failures=failures), "o", "e", 1))
+    assert "line 3 ('a'): not valid JSON" in text and "and 2 more" in text
+    failed = Outcome(Progress(num_read=5, num_errors=5, input_ended=True, seconds=1), error_codes={"x": 5})
+    text = "\n".join(summary_lines(failed, "o", "e", 1))
+    assert "rows/s" not in text and "all rows of this run failed" in text
+
+
+def test_summary_of_a_stopped_run_says_what_was_discarded():
+    stopped = outcome(stopped=signal.SIGINT)
+    stopped.progress.num_results = 2
+    assert "350 more of unfinished rows were discarded" in "\n".join(summary_lines(stopped, "o", "e", 1, 500))
+
+
+def test_summary_of_a_run_with_nothing_to_do():
+    idle = Outcome(Progress(num_read=30, num_skipped=30), results_before=30, idle=True)
+    lines = summary_lines(idle, "o", "e", 1)
+    assert lines == ["nothing to do: all 30 rows of the input are finished", "o has 30 results"]
+    assert exit_code(idle) == 0
+    assert exit_code(Outcome(Progress(num_read=3), results_before=2, num_gone=2)) == 5
 
 
 def test_statistics_have_the_names_scripts_rely_on():
@@ -218,3 +315,4 @@ def test_plain_reporter(capsys):
     assert sum("tokens/s" in line for line in lines) == 2
     assert sum("killed by SIGKILL" in line for line in lines) == 1
     assert sum("packing" in line for line in lines) == 5
+    assert sum("its rows go on" in line for line in lines) == 1

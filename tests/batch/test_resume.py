@@ -145,7 +145,7 @@ def test_a_removed_result_runs_again(batch):
         ({"ctx": 50}, "--ctx was 100 and is 50"),
         ({"seed": 1}, "--seed was 0 and is 1"),
         ({"temperature": 0.0}, "--temperature was 1.0 and is 0.0"),
-        ({"top_p": 0.5}, "--top-p was null and is 0.5"),
+        ({"top_p": 0.5}, "--top-p was not set and is 0.5"),
         ({"template": "x"}, "chat template"),
         ({"numerics": 2}, "numerics version"),
         ({"format": "text"}, "format"),
@@ -392,9 +392,13 @@ def test_outputs_that_cannot_be(batch):
             batch.run()
     fifo = batch.folder / "fifo"
     os.mkfifo(fifo)
-    batch.out = fifo
-    with pytest.raises(RunError, match="regular file"):
-        batch.run()
+    packed = batch.folder / "out.jsonl.gz"
+    for path, problem in ((fifo, "regular file"), (packed, "plain JSON lines"), ("-", "standard output")):
+        batch.out = path
+        before = sorted(os.listdir(batch.folder))
+        with pytest.raises(RunError, match=problem):
+            batch.run()
+        assert sorted(os.listdir(batch.folder)) == before
 
 
 def test_another_error_file_is_not_mixed_in(batch):
@@ -460,6 +464,15 @@ def test_strict_stops_at_the_first_failed_row(batch, fake_engine):
     assert [row["error"]["code"] for row in batch.failures()] == ["invalid_json"]
     ran = batch.run(engine=fake_engine(delay=0.001), strict=True, retry=True)
     assert ran.outcome.stopped == "strict" and len(batch.failures()) == 1
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_strict_writes_one_failed_row_however_many_fail_at_once(batch, in_order):
+    batch.write([*["bad"] * 50, *prompts(3)])
+    outcome = batch.run(strict=True, retry=True, in_order=in_order).outcome
+    assert outcome.stopped == "strict" and outcome.progress.num_errors == 1 == len(batch.failures())
+    (failure,) = outcome.failures
+    assert (failure.line, failure.custom_id, failure.error.code) == (1, "line-1", "invalid_json")
 
 
 def test_strict_in_input_order_stops_just_there(batch):

@@ -123,6 +123,38 @@ def test_plan_of_a_large_file_covers_its_first_rows(batch):
     assert 4000 < num_rows < 6000
 
 
+def test_plan_counts_what_will_surprise(batch):
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    batch.write([chat, {**chat, "max_tokens": 3}, {"prompt": "x", "max_tokens": 65}, {"prompt": "x", "max_tokens": 64}])
+    ((plan, _, _),) = batch.run(rules={"arena_tokens": 64}).plans
+    assert (plan.num_rows, plan.num_unlimited, plan.num_unfit_arena) == (4, 1, 2)
+
+
+def test_rows_may_name_any_model_when_asked(batch):
+    batch.write([{"custom_id": "a", "model": "gpt-4o-mini", "prompt": "x"}])
+    batch.run()
+    (failure,) = batch.failures()
+    assert failure["error"]["code"] == "model_not_found" and "--any-model" in failure["error"]["message"]
+    batch.run(rules={"models": None}, retry=True)
+    assert set(batch.answers()) == {"a"}
+
+
+def test_plain_text_as_chats(batch):
+    batch.write(b"Hello\n")
+    seen = []
+
+    def prepare(requests):
+        seen.extend(requests)
+        return [(1, 2)] * len(requests)
+
+    batch.run(format="text", rules={"chat": True, "system": "Be brief."}, prepare_with=prepare)
+    (request,) = seen
+    assert request.kind == "chat" and request.prompt is None
+    roles = [(message["role"], message["content"]) for message in request.messages]
+    assert roles == [("system", "Be brief."), ("user", "Hello")]
+    assert batch.results()[0]["response"]["body"]["object"] == "chat.completion"
+
+
 def test_an_empty_input_is_a_run_of_no_rows(batch):
     batch.write(b"")
     ran = batch.run()

@@ -48,6 +48,14 @@ def test_rows_are_consistent():
             assert option.default_text, option.name
 
 
+def test_verbs_that_take_an_option_otherwise_say_so():
+    ctx = options.BY_NAME["ctx"]
+    assert "chunk" in ctx.help_for("perplexity") and "chunk" not in ctx.help_for("run")
+    assert (ctx.default_for("perplexity"), ctx.default_for("run")) == ("512", ctx.default_text)
+    for option in options.OPTIONS:
+        assert {*option.verb_help, *option.required} <= set(option.verbs)
+
+
 # ---- precedence ----
 
 
