@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,6 +13,10 @@ from coremill.coordinator.tables import Table
 
 # A waiting sequence is overtaken by longer ones at most this often.
 PATIENCE = 256
+# Prompts that have less in common, in tokens or in half of their length, are not served together for its sake.
+MIN_SHARED = 64
+# Waiting sequences looked at on either side, in the order of their prompts.
+LOOK_AROUND = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -145,23 +150,40 @@ class _Level:
     def __init__(self) -> None:
         self._by_age: dict[int, tuple[Sequence, int]] = {}  # ticket -> (sequence, pops when it came)
         self._by_work: list[tuple[int, int]] = []  # heap of (-work, ticket); may hold tickets that have left
+        self._by_prompt: list[tuple[tuple[int, ...], int]] = []  # sorted (prompt, ticket) of fresh ones
         self._num_pops = 0
 
     def __len__(self) -> int:
         return len(self._by_age)
 
-    def push(self, sequence: Sequence, longest_first: bool) -> None:
+    def push(self, sequence: Sequence, fresh: bool) -> None:
         self._by_age[sequence.ticket] = (sequence, self._num_pops)
-        work = sequence.work_left if longest_first else 0
+        work = sequence.work_left if fresh else 0
         heapq.heappush(self._by_work, (-work, sequence.ticket))
+        if fresh:
+            insort(self._by_prompt, (sequence.request.prompt_ids, sequence.ticket))
 
-    def peek(self) -> Sequence:
+    def peek(self, near: tuple[int, ...]) -> Sequence:
         oldest, came = next(iter(self._by_age.values()))
         if self._num_pops - came >= PATIENCE:
             return oldest
+        relative = self._relative(near)
+        if relative is not None:
+            return relative
         while self._by_work[0][1] not in self._by_age:
             heapq.heappop(self._by_work)
         return self._by_age[self._by_work[0][1]][0]
+
+    def _relative(self, prompt: tuple[int, ...]) -> Sequence | None:
+        """Of those that share most of this prompt the one with most work, as far as one look around tells."""
+        shared = max(MIN_SHARED, len(prompt) // 2)
+        if len(prompt) < shared or not self._by_prompt:
+            return None
+        beginning = prompt[:shared]
+        at = bisect_left(self._by_prompt, (prompt,))
+        around = self._by_prompt[max(at - LOOK_AROUND, 0) : at + LOOK_AROUND]
+        relatives = [self._by_age[ticket][0] for other, ticket in around if other[:shared] == beginning]
+        return max(relatives, key=lambda sequence: sequence.work_left, default=None)
 
     def pop(self, sequence: Sequence) -> None:
         self.remove(sequence)
@@ -169,6 +191,10 @@ class _Level:
 
     def remove(self, sequence: Sequence) -> None:
         del self._by_age[sequence.ticket]
+        entry = (sequence.request.prompt_ids, sequence.ticket)
+        at = bisect_left(self._by_prompt, entry)
+        if at < len(self._by_prompt) and self._by_prompt[at][1] == sequence.ticket:
+            del self._by_prompt[at]
         # Short rows that left out of turn would otherwise stay at the bottom for as long as longer ones come.
         if len(self._by_work) > 2 * len(self._by_age) + 64:
             self._by_work = [entry for entry in self._by_work if entry[1] in self._by_age]
@@ -180,7 +206,8 @@ class _Level:
 
 class WaitingLine:
     """Everything that waits. Higher priority first; at equal priority what has run before, oldest first,
-    then fresh sequences, longest first (the file then ends with short rows, which balance well)."""
+    then fresh sequences, longest first (the file then ends with short rows, which balance well), or those that begin
+    as the last one did (blocks they share are used while they are there)."""
 
     def __init__(self) -> None:
         self._levels: dict[tuple[int, bool], _Level] = {}
@@ -199,12 +226,12 @@ class WaitingLine:
         if key not in self._levels:
             self._levels[key] = _Level()
             self._order = sorted(self._levels)
-        self._levels[key].push(sequence, longest_first=fresh)
+        self._levels[key].push(sequence, fresh)
         self._where[sequence.ticket] = key
 
-    def peek(self) -> Sequence | None:
-        """The one to serve next."""
-        return next((self._levels[key].peek() for key in self._order if self._levels[key]), None)
+    def peek(self, near: tuple[int, ...] = ()) -> Sequence | None:
+        """The one to serve next. near: prefer fresh ones with a prompt like this."""
+        return next((self._levels[key].peek(near) for key in self._order if self._levels[key]), None)
 
     def pop(self, sequence: Sequence) -> None:
         """Take out the sequence that peek() showed."""

@@ -42,6 +42,7 @@ class Placement:
         self._last_lease = 0
         self._lowest_priority = 0  # of all sequences so far
         self._unfit: tuple | None = None  # who did not fit, and when
+        self._recent: tuple[int, ...] = ()  # prompt of the last fresh sequence that began
         self._out: list[Instruction] = []
 
     def _decide(self, now: float) -> None:
@@ -137,7 +138,7 @@ class Placement:
                 innocent = [slot for slot in open_slots if not slot.has_suspect]
                 if innocent:
                     candidates, line = innocent, self.suspects
-            sequence = line.peek()
+            sequence = line.peek(self._recent if self.tables.index.num_evicted else ())
             if sequence is None:
                 return
             match = self._fitting(sequence)
@@ -246,6 +247,8 @@ class Placement:
         slot.leases[lease.number] = lease
         self._num_growing += lease.growing
         self._count_begin(sequence, slot, table.computed)
+        if sequence.last_worker < 0:
+            self._recent = sequence.request.prompt_ids
         sequence.table, sequence.lease, sequence.last_worker = table, lease, slot.index
         sequence.enter("prefill", now)
         request = sequence.request
