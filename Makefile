@@ -17,7 +17,12 @@ SOURCES := pyproject.toml $(shell find top config native worker coordinator tool
 .NOTPARALLEL:
 
 demo: $(VENV)/.installed
-	$(VENV)/bin/coremill run examples/prompts.jsonl -m smollm2 -o demo-results.jsonl
+	@[ demo-results.jsonl -nt examples/prompts.jsonl ] || rm -f demo-results.jsonl demo-results.jsonl.journal demo-results.errors.jsonl
+	@$(VENV)/bin/coremill run examples/prompts.jsonl -m smollm2 -o demo-results.jsonl --show 30
+	@echo
+	@echo "SmolLM2 is tiny (135 million parameters): good for short tasks, not for facts or reasoning."
+	@echo "Now yours:  . $(VENV)/bin/activate"
+	@echo "            coremill run prompts.jsonl -m model.gguf -o results.jsonl   (docs/batch.md)"
 
 test: $(VENV)/.installed-test
 	$(PY) -m pytest $(PYTEST_ARGS)

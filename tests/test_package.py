@@ -304,3 +304,9 @@ def test_instructions_are_those_of_the_isa(disassembly):
 
 def test_flags_name_every_isa_file():
     assert sorted(FLAGS["isa"]) == sorted(path.stem for path in (ROOT / "native" / "isa").glob("*.c"))
+
+
+def test_python_m_coremill_is_the_command():
+    assert output_of(sys.executable, "-m", "coremill", "--version") == output_of(
+        sys.executable, "-m", "coremill.tools", "--version"
+    )

@@ -1,4 +1,4 @@
-"""`python -m coremill.tools`: the `coremill` command where no script is installed."""
+"""`python -m coremill.tools`: as `python -m coremill`."""
 
 from coremill.tools.cli import main
 

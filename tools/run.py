@@ -106,6 +106,7 @@ def _show_results(first: Sequence[FirstRow], paths: tuple[str, str]) -> None:
     width = shutil.get_terminal_size().columns
     for line in result_lines(first, found, width, lambda kind, text: click.style(text, **_STYLES[kind])):
         click.echo(line)
+    click.echo()
     sys.stdout.flush()
 
 
