@@ -132,6 +132,25 @@ def test_blocks_hold_everything(tiny, harness):
     assert out.token == whole[3]
 
 
+@pytest.mark.parametrize("count", [0, 1, 13, 31, 32])
+def test_a_copied_block_goes_on_as_the_original_would(tiny, harness, count):
+    h = harness(tiny().pack)
+    whole = h.generate(TOKENS[:70], 3)
+    source, target = h.blocks(64), h.blocks(80)
+    h.step((TOKENS[:32] + TOKENS[40:72], 0, source, None))  # its second block has other tokens than ours, but for
+    h.step((TOKENS[32 : 32 + count] or TOKENS[:1], 32, source, None))  # the first few
+    h.model.copy_block(source[1], target[1], count)
+    h.model.copy_block(source[0], target[0], 32)
+    (out,) = h.step((TOKENS[32 + count : 70], 32 + count, target, SampleSpec()))
+    assert out.token == whole[0]
+
+
+@pytest.mark.parametrize(("source", "target", "count"), [(0, 0, 1), (-1, 1, 1), (0, 64, 1), (0, 1, 33), (0, 1, -1)])
+def test_copies_of_nothing_are_refused(tiny, harness, source, target, count):
+    with pytest.raises(EngineError, match=f"{count} tokens of block {source} to block {target}"):
+        harness(tiny().pack, num_blocks=64).model.copy_block(source, target, count)
+
+
 def test_nonfinite_logits_are_one_rows_status(tiny, harness):
     h = harness(tiny().pack)
     good, bad = h.blocks(40), h.blocks(40)
