@@ -178,3 +178,15 @@ def memory_limits(files: HostFiles) -> list[MemoryLimit]:
     """Every memory limit along the chain, tightest first."""
     limits = [_memory_of(files, version, folder) for version, folder in _folders(files, "memory")]
     return sorted((limit for limit in limits if limit), key=lambda limit: limit.limit)
+
+
+def oom_kills(files: HostFiles) -> int:
+    """Processes the kernel has killed for want of memory, in our groups and, when it says so, on the machine.
+
+    A number to compare with an earlier one: it says that memory was short, not whose death it was.
+    """
+    count = int(files.table("/proc/vmstat").get("oom_kill", "0"))
+    for version, folder in _folders(files, "memory"):
+        name = "memory.events" if version == 2 else "memory.oom_control"
+        count += int(files.table(f"{folder}/{name}").get("oom_kill", "0"))
+    return count

@@ -2,23 +2,30 @@
 
     limit      min(MemTotal, every cgroup limit along the chain)
     available  min(MemAvailable, headroom of every such group), as it is now
-    arena      min(workers x max_active requests of `ctx` tokens, ARENA_SHARE of what the weights leave)
+    fixed      weights + what each worker has for itself + coordinator and text helper
+    arena      min(workers x max_active requests of `ctx` tokens, ARENA_SHARE of available - fixed)
+               or what the user says, as long as fixed + arena are available
 
-The arena is filled only as sequences grow, so its size is a promise rather than a purchase; the share keeps the
-promise payable beside the page cache that holds the weights, the workers and whatever else runs here.
+The arena is filled only as sequences grow, so its size is a promise rather than a purchase; the plan keeps the
+promise payable beside the page cache that holds the weights and whatever else runs here.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from coremill.config.arena import BLOCK_TOKENS
 from coremill.config.cgroups import memory_limits
 from coremill.config.errors import ConfigError
 from coremill.config.hostfiles import HostFiles
+from coremill.config.model import ModelSpec
 
-# Of the memory available once the weights are resident.
+# Of the memory available beside everything else, when nobody says.
 ARENA_SHARE = 0.5
+# A worker's interpreter, libraries and tables; coordinator and text helper together. Measured, with some air.
+WORKER_BYTES = 32 << 20
+BASE_BYTES = 96 << 20
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -72,30 +79,110 @@ def memory_budget(root: str | os.PathLike[str] = "/") -> MemoryBudget | None:
     return MemoryBudget(limit, min(headroom), why)
 
 
-def default_arena_bytes(
-    *, block_bytes: int, blocks_per_request: int, num_active: int, weight_bytes: int, memory: MemoryBudget | None
-) -> int:
-    """Bytes of an arena for `num_active` requests (workers x max_active), bounded by the memory there is.
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """What an engine takes, in bytes, beside the arena.
+
+    weights: the packed model, once for all. per_worker: each of num_workers has for itself.
+    block_bytes: one arena block; blocks_per_request: blocks of the longest request (`ctx` tokens).
+    """
+
+    weights: int
+    per_worker: int
+    num_workers: int
+    max_active: int
+    block_bytes: int
+    blocks_per_request: int
+
+    @property
+    def fixed(self) -> int:
+        """Everything but the arena."""
+        return self.weights + self.num_workers * self.per_worker + BASE_BYTES
+
+    @property
+    def longest(self) -> int:
+        """Arena bytes of the longest request."""
+        return self.blocks_per_request * self.block_bytes
+
+
+def worker_bytes(spec: ModelSpec, *, step_rows: int, max_active: int, threads: int) -> int:
+    """An estimate, rather too high, of the memory a worker has for itself: interpreter, libraries and scratch.
+
+    Of scratch, each row of a step has the residual stream, its norm, queries, keys and values, attention and the
+    hidden layer as f32, three of them once more as int8 with scales; each sequence has a row of logits.
+    """
+    attention = spec.num_heads * spec.head_dim
+    keys = 2 * spec.num_kv_heads * spec.head_dim
+    f32 = 2 * spec.hidden_size + 2 * attention + keys + spec.ffn_size
+    packed = spec.hidden_size + attention + spec.ffn_size
+    of_row = 4 * f32 + 3 * packed // 2
+    of_sequence = 4 * (spec.vocab_size + 3 * spec.hidden_size)
+    return WORKER_BYTES + step_rows * of_row + max_active * of_sequence + threads * 8 * spec.vocab_size
+
+
+def plan_arena(need: MemoryNeed, wanted: int | None, memory: MemoryBudget | None) -> int:
+    """Bytes of the arena, in whole blocks.
 
     Args:
-        block_bytes: one arena block; the result is a multiple of it.
-        blocks_per_request: blocks of the longest request (`ctx` tokens).
-        weight_bytes: length of the packed weights, which should stay in memory beside it.
+        wanted: what the user says; None: room for all active requests, bounded by ARENA_SHARE of what is left.
         memory: what `memory_budget` found; None when unknown, which bounds nothing.
 
     Raises:
-        ConfigError: not even one longest request fits.
+        ConfigError: it does not fit beside everything else, or not one longest request does; the message has the
+            sum and the settings that would fit.
     """
-    wanted = num_active * blocks_per_request
-    if memory is None:
-        return wanted * block_bytes
-    left = max(0, memory.available - weight_bytes)
-    affordable = int(left * ARENA_SHARE) // block_bytes
-    if affordable < blocks_per_request:
-        raise ConfigError(
-            f"one request of the longest kind (ctx) needs {format_size(blocks_per_request * block_bytes)} of KV cache,"
-            f" but only {format_size(affordable * block_bytes)} may be used: {ARENA_SHARE:.0%} of the"
-            f" {format_size(memory.available)} available less {format_size(weight_bytes)} of weights"
-            f" ({memory.why}); lower ctx, or set arena by hand"
-        )
-    return min(wanted, affordable) * block_bytes
+    if wanted is not None and wanted < need.block_bytes:
+        text = f"arena is {format_size(wanted)}: it must hold at least one block of {format_size(need.block_bytes)}"
+        raise ConfigError(text)
+    if wanted is None:
+        num_blocks = need.num_workers * need.max_active * need.blocks_per_request
+        if memory is not None:
+            affordable = _left(need, memory, ARENA_SHARE) // need.block_bytes
+            if affordable < need.blocks_per_request:
+                raise ConfigError(_too_little(need, None, memory))
+            num_blocks = min(num_blocks, affordable)
+    else:
+        num_blocks = wanted // need.block_bytes
+        if memory is not None and num_blocks * need.block_bytes > _left(need, memory, 1):
+            raise ConfigError(_too_little(need, wanted, memory))
+    return num_blocks * need.block_bytes
+
+
+def _left(need: MemoryNeed, memory: MemoryBudget, share: float) -> int:
+    return int(max(0, memory.available - need.fixed) * share)
+
+
+def _too_little(need: MemoryNeed, wanted: int | None, memory: MemoryBudget) -> str:
+    """The sum, and the options that would fit."""
+    arena = need.longest if wanted is None else wanted
+    what = f"one request of ctx {need.blocks_per_request * BLOCK_TOKENS}" if wanted is None else "the arena asked for"
+    text = (
+        f"not enough memory: weights {format_size(need.weights)} + {need.num_workers} x {format_size(need.per_worker)}"
+        f" for workers + {format_size(BASE_BYTES)} for the coordinator + {format_size(arena)} of KV cache ({what})"
+        f" = {format_size(need.fixed + arena)}, but {format_size(memory.available)} are free"
+    )
+    if memory.limit > memory.available:
+        text += f" of {format_size(memory.limit)}"
+    text += f" ({memory.why})"
+    if wanted is None:
+        text += f"; without --arena, requests get {ARENA_SHARE:.0%} of what the rest leaves"
+    options = _fitting(need, wanted, memory)
+    return f"{text}; {'this would fit: ' + ', or '.join(options) if options else 'no setting fits'}"
+
+
+def _fitting(need: MemoryNeed, wanted: int | None, memory: MemoryBudget) -> list[str]:
+    """Each of these options alone makes the plan fit."""
+    options = []
+    left = _left(need, memory, 1)
+    if left >= (need.longest if wanted is None else need.block_bytes):
+        options.append(f"--arena {left >> 20}M" if left >= 1 << 20 else f"--arena {left >> 10}K")
+    if wanted is None:
+        blocks = _left(need, memory, ARENA_SHARE) // need.block_bytes
+        if blocks:
+            options.append(f"--ctx {blocks * BLOCK_TOKENS}")
+    share, arena = (ARENA_SHARE, need.longest) if wanted is None else (1, wanted)
+    for num_workers in range(need.num_workers - 1, 0, -1):
+        if _left(replace(need, num_workers=num_workers), memory, share) >= arena:
+            options.append(f"--workers {num_workers}")
+            break
+    return options

@@ -17,7 +17,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coremill.config.cgroups import oom_kills
 from coremill.config.errors import UnsupportedHostError, WorkerStartError
+from coremill.config.hostfiles import HostFiles
 from coremill.config.messages import Failed, Hello, Ready, Settings, encode
 from coremill.config.topology import CoreGroup
 
@@ -69,6 +71,7 @@ class WorkerPool:
         self._command = tuple(command)
         self._num_started = 0
         self.processes: dict[int, WorkerProcess] = {}
+        self._oom_kills = oom_kills(HostFiles())
 
     def spawn(self, index: int, inherited: Sequence[int]) -> WorkerProcess:
         """Start a process, which waits for `brief`. Descriptors in `inherited` keep their numbers in it."""
@@ -97,7 +100,9 @@ class WorkerPool:
 
         cores = list(self.groups[worker.index].cores)
         try:
-            psutil.Process(worker.pid).cpu_affinity(cores)
+            process = psutil.Process(worker.pid)
+            if sorted(process.cpu_affinity()) != cores:  # where that is refused, what is right already is good enough
+                process.cpu_affinity(cores)
             data = encode(settings)
             os.write(worker.lifeline, len(data).to_bytes(4, "little") + data)
         except (psutil.NoSuchProcess, BrokenPipeError):
@@ -135,10 +140,16 @@ class WorkerPool:
             return worker.stuck
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-            return Death(f"killed by {name}", -status not in _FROM_OUTSIDE, -status)
+            why = self._out_of_memory() if -status == signal.SIGKILL else ""
+            return Death(f"killed by {name}{why}", -status not in _FROM_OUTSIDE, -status)
         if worker.failure is not None:
             return Death(f"{worker.failure.code}: {worker.failure.message}", True)
         return Death(f"exit code {status}", status != 0)
+
+    def _out_of_memory(self) -> str:
+        """What there is to say about a SIGKILL: the kernel counts those that it sends for want of memory."""
+        before, self._oom_kills = self._oom_kills, oom_kills(HostFiles())
+        return " (memory had run out, says the kernel)" if self._oom_kills > before else ""
 
     def close(self) -> None:
         """End every process and wait for it: they leave when their lifeline ends, or are killed."""

@@ -262,6 +262,9 @@ class Shell:
             traceback = worker.failure.traceback if worker.failure else ""
             died = {"event": "worker_died", "worker": worker.index, "pid": worker.pid, "cause": death.cause}
             self._on_event(died | {"traceback": traceback})
+            if change := self._storage.pack_change():  # nobody can go on with it, and no row is to blame
+                self.failure = EngineError(f"worker {worker.index} died ({death.cause}): {change}")
+                events.append(Closing("engine_failed", str(self.failure)))
         hopeless = worker.failure is not None and worker.ready is None
         events.append(WorkerDied(worker.index, death.cause, death.crashed, alone, hopeless))
         return events

@@ -11,8 +11,8 @@ from typing import Any
 
 from coremill.config.arena import ArenaGeometry, blocks_for
 from coremill.config.engine import EngineConfig
-from coremill.config.errors import ConfigError
-from coremill.config.memory import default_arena_bytes, format_size, memory_budget
+from coremill.config.errors import ModelError
+from coremill.config.memory import MemoryNeed, memory_budget, plan_arena, worker_bytes
 from coremill.config.tokens import end_of_generation_ids
 from coremill.config.topology import CoreGroup
 from coremill.native.arena import create_arena
@@ -43,30 +43,28 @@ class Storage:
             spec = self.pack.spec
             self.max_length = config.longest_request(spec.context_length)
             one_block = ArenaGeometry.for_model(spec, 1, config.kv)
-            self.geometry = ArenaGeometry.for_model(
-                spec, self._num_blocks(config, one_block.block_bytes, len(groups)), config.kv
-            )
+            num_blocks = self._num_blocks(config, one_block.block_bytes, groups)
+            self.geometry = ArenaGeometry.for_model(spec, num_blocks, config.kv)
             self.arena_fd = create_arena(self.geometry)
         except BaseException:
             self.pack.close()
             raise
 
-    def _num_blocks(self, config: EngineConfig, block_bytes: int, num_workers: int) -> int:
-        longest = blocks_for(self.max_length)
-        num_bytes = config.arena
-        if num_bytes is None:
-            num_bytes = default_arena_bytes(
-                block_bytes=block_bytes,
-                blocks_per_request=longest,
-                num_active=num_workers * config.max_active,
-                weight_bytes=self.pack.data_length,
-                memory=memory_budget(),
-            )
-        elif num_bytes < block_bytes:
-            raise ConfigError(
-                f"arena is {format_size(num_bytes)}: it must hold at least one block of {format_size(block_bytes)}"
-            )
-        return num_bytes // block_bytes
+    def _num_blocks(self, config: EngineConfig, block_bytes: int, groups: Sequence[CoreGroup]) -> int:
+        need = MemoryNeed(
+            weights=self.pack.data_length,
+            per_worker=worker_bytes(
+                self.pack.spec,
+                step_rows=config.step_tokens + config.max_active,
+                max_active=config.max_active,
+                threads=max(len(group.cores) for group in groups),
+            ),
+            num_workers=len(groups),
+            max_active=config.max_active,
+            block_bytes=block_bytes,
+            blocks_per_request=blocks_for(self.max_length),
+        )
+        return plan_arena(need, config.arena, memory_budget()) // block_bytes
 
     @property
     def geometry_fields(self) -> dict[str, Any]:
@@ -78,6 +76,34 @@ class Storage:
         if self._stop_ids is not None:
             return tuple(self._stop_ids)
         return end_of_generation_ids(self.pack.tokenizer)
+
+    def pack_change(self) -> str | None:
+        """What has been done to the pack's file since it was opened, in words, or None.
+
+        Pages cut off under a mapping are SIGBUS to whoever reads them; a worker that starts now would map what lies
+        at the path now.
+        """
+        then = self.pack.identity
+        now = os.fstat(self.pack.fd)
+        if now.st_size != then.size:
+            return f"{self.pack.path}: the packed model was cut to {now.st_size} of {then.size} bytes during the run"
+        if now.st_mtime_ns != then.mtime_ns:
+            return f"{self.pack.path}: the packed model was written to during the run"
+        try:
+            there = os.stat(self.pack.path)
+        except OSError:  # removed: those who have mapped it keep it
+            return None
+        if (there.st_dev, there.st_ino) != (then.device, then.inode) and not self._is_same_pack():
+            return f"{self.pack.path}: the packed model was replaced by another during the run"
+        return None
+
+    def _is_same_pack(self) -> bool:
+        """Whether the file at the path has our content. Another run may have packed the same model once more."""
+        try:
+            with open_pack(self.pack.path) as other:
+                return other.key == self.pack.key
+        except ModelError:
+            return False
 
     def close(self) -> None:
         self.pack.close()

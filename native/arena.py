@@ -11,7 +11,7 @@ import fcntl
 import os
 
 from coremill.config.arena import ArenaGeometry
-from coremill.config.errors import EngineError
+from coremill.config.errors import EngineError, UnsupportedHostError
 from coremill.native.mapping import SharedMap
 
 # What the arena is called in /proc/PID/smaps.
@@ -23,8 +23,12 @@ def create_arena(geometry: ArenaGeometry, name: str = ARENA_NAME) -> int:
 
     Raises:
         EngineError: the kernel refuses a file of that size.
+        UnsupportedHostError: it refuses shared memory altogether.
     """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise UnsupportedHostError(f"memfd_create: {error.strerror}; shared memory is needed") from error
     try:
         os.ftruncate(fd, geometry.total_bytes)
         # Nobody who holds the descriptor can cut the memory off under the others.

@@ -107,7 +107,14 @@ def _make_loop(channel, model, token_bytes, settings, counters):
     from coremill.worker.counters import measure_memory
     from coremill.worker.loop import WorkerLoop
 
-    return WorkerLoop(
+    make: Callable[..., WorkerLoop] = WorkerLoop
+    if poison := os.environ.get("COREMILL_TEST_POISON"):
+        from functools import partial
+
+        from coremill.worker.testhooks import PoisonedLoop
+
+        make = partial(PoisonedLoop, poison=poison)
+    return make(
         channel,
         model,
         token_bytes,

@@ -1,9 +1,19 @@
 """Memory limits of machines described as folders, and the arena planned from them."""
 
+from dataclasses import replace
+
 import pytest
 
 from coremill.config.errors import ConfigError
-from coremill.config.memory import MemoryBudget, default_arena_bytes, format_size, memory_budget, parse_size
+from coremill.config.memory import (
+    BASE_BYTES,
+    MemoryBudget,
+    MemoryNeed,
+    format_size,
+    memory_budget,
+    parse_size,
+    plan_arena,
+)
 
 GIB = 1 << 30
 V2 = "/sys/fs/cgroup"
@@ -73,28 +83,85 @@ def test_nothing_known(tmp_path):
     assert memory_budget(tmp_path) is None
 
 
-def arena(available: int, *, num_active: int = 32, weight_bytes: int = GIB) -> int:
-    memory = MemoryBudget(64 * GIB, available, "memory of the machine")
-    return default_arena_bytes(
-        block_bytes=1 << 20, blocks_per_request=128, num_active=num_active, weight_bytes=weight_bytes, memory=memory
+MIB = 1 << 20
+FIXED = GIB + 2 * 50 * MIB + BASE_BYTES
+
+
+def need(num_workers: int = 2) -> MemoryNeed:
+    """Weights of 1 GiB, workers of 50 MiB; a longest request takes 128 MiB."""
+    return MemoryNeed(
+        weights=GIB,
+        per_worker=50 * MIB,
+        num_workers=num_workers,
+        max_active=16,
+        block_bytes=MIB,
+        blocks_per_request=128,
     )
 
 
+def budget(available: int) -> MemoryBudget:
+    return MemoryBudget(64 * GIB, available, "memory of the machine")
+
+
 def test_arena_holds_every_active_request():
-    assert arena(64 * GIB) == 32 * 128 << 20
+    assert plan_arena(need(), None, budget(64 * GIB)) == 32 * 128 * MIB
 
 
 def test_arena_is_bounded_by_its_share():
-    assert arena(5 * GIB) == 2 * GIB
-
-
-def test_arena_that_cannot_hold_one_request():
-    with pytest.raises(ConfigError, match=r"needs 128 MiB of KV cache, but only 100 MiB may be used: 50% of the"):
-        arena(GIB + (200 << 20))
+    assert plan_arena(need(), None, budget(FIXED + 2 * GIB)) == GIB
 
 
 def test_arena_of_an_unknown_machine():
-    assert default_arena_bytes(block_bytes=10, blocks_per_request=2, num_active=3, weight_bytes=5, memory=None) == 60
+    assert plan_arena(need(1), None, None) == 16 * 128 * MIB
+    assert plan_arena(need(1), 700 * GIB, None) == 700 * GIB
+
+
+def test_arena_by_hand_may_take_all_that_is_left_and_no_more():
+    assert plan_arena(need(), 10 * MIB + 5, budget(FIXED + 10 * MIB + 5)) == 10 * MIB
+    with pytest.raises(ConfigError, match="not enough memory"):
+        plan_arena(need(), 11 * MIB, budget(FIXED + 10 * MIB))
+
+
+def test_arena_by_hand_must_hold_a_block():
+    with pytest.raises(ConfigError, match="arena is 1 KiB: it must hold at least one block of 1 MiB"):
+        plan_arena(need(), 1024, budget(64 * GIB))
+
+
+def suggestions(text: str) -> list[str]:
+    return text.partition("this would fit: ")[2].split(", or ")
+
+
+def test_one_request_does_not_fit():
+    memory = budget(FIXED + 200 * MIB)
+    with pytest.raises(ConfigError) as error:
+        plan_arena(need(), None, memory)
+    assert str(error.value) == (
+        "not enough memory: weights 1 GiB + 2 x 50 MiB for workers + 96 MiB for the coordinator + 128 MiB of KV cache "
+        "(one request of ctx 4096) = 1.316 GiB, but 1.387 GiB are free of 64 GiB (memory of the machine); without "
+        "--arena, requests get 50% of what the rest leaves; this would fit: --arena 200M, or --ctx 3200"
+    )
+    assert plan_arena(need(), 200 * MIB, memory) == 200 * MIB
+    assert plan_arena(replace(need(), blocks_per_request=100), None, memory) == 100 * MIB
+
+
+def test_fewer_workers_may_fit():
+    memory = budget(FIXED + 230 * MIB)
+    with pytest.raises(ConfigError) as error:
+        plan_arena(need(), None, memory)
+    assert suggestions(str(error.value)) == ["--arena 230M", "--ctx 3680", "--workers 1"]
+    assert plan_arena(need(1), None, memory) >= 128 * MIB
+
+
+def test_the_arena_asked_for_does_not_fit():
+    memory = budget(FIXED + 140 * MIB)
+    with pytest.raises(ConfigError, match=r"180 MiB of KV cache \(the arena asked for\) = .* but .* are free") as error:
+        plan_arena(need(), 180 * MIB, memory)
+    assert suggestions(str(error.value)) == ["--arena 140M", "--workers 1"]
+
+
+def test_nothing_fits():
+    with pytest.raises(ConfigError, match="no setting fits"):
+        plan_arena(need(), None, budget(GIB))
 
 
 @pytest.mark.parametrize(

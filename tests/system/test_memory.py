@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from coremill.config.memory import WORKER_BYTES, worker_bytes
 from coremill.config.topology import survey
+from coremill.native.packfile import open_pack
 
 # Of a worker's own memory, beside scratch and KV: interpreter, libraries, bytes of the tokens.
 MOST_PER_WORKER = 60e6
@@ -55,6 +57,21 @@ def test_each_worker_has_little_of_its_own(measured):
         for worker in stats["workers"]:
             print(f"{worker['pss_private_bytes'] / 1e6:.1f} MB, scratch {worker['scratch_bytes'] / 1e6:.1f} MB")
             assert worker["pss_private_bytes"] <= MOST_PER_WORKER + worker["scratch_bytes"]
+
+
+def test_the_plan_expects_what_a_worker_takes(measured, runs):
+    """Rather more than less, but not so much that it would refuse boxes that are large enough."""
+    (path,) = runs.cache.rglob("*.pack")
+    with open_pack(path) as pack:
+        expected = worker_bytes(pack.spec, step_rows=128 + 16, max_active=16, threads=1)
+    for stats in measured:
+        for worker in stats["workers"]:
+            assert worker["pss_private_bytes"] <= expected
+            assert (
+                worker["scratch_bytes"]
+                <= expected - WORKER_BYTES + (4 << 20)
+                <= 2 * worker["scratch_bytes"] + (8 << 20)
+            )
 
 
 def test_weights_are_in_memory_once(measured, runs):
