@@ -3,7 +3,8 @@
 arena = [block 0][block 1]...                    a block holds 32 consecutive tokens of one sequence
 block = [layer 0][layer 1]...
 layer = [KV head 0][KV head 1]...
-head  = [K tile [head_dim][32] f16][V tile [32][head_dim] f16]
+head  = f16: [K tile [head_dim][32] f16][V tile [32][head_dim] f16]
+        q8: [K codes][V codes], a byte each, [K scales [32] f16][V scales [32] f16] (native/isa/kv_store.inc)
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ BLOCK_TOKENS = 32
 # The arena is mapped with pages of this size where the kernel allows it.
 HUGE_PAGE = 2 << 20
 
-_ELEMENT_BYTES = {"f16": 2}
+# Bytes of an element, and of the scale of a token's K or V; native/src/kv.c has the same, and binding compares.
+_BYTES = {"f16": (2, 0), "q8": (1, 2)}
+KV_TYPES = tuple(_BYTES)
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -44,8 +47,8 @@ class ArenaGeometry:
                 raise ConfigError(f"arena: {name} is {getattr(self, name)}, not at least 1")
         if self.block_tokens != BLOCK_TOKENS:
             raise ConfigError(f"arena: block_tokens is {self.block_tokens}, not {BLOCK_TOKENS}")
-        if self.kv_type not in _ELEMENT_BYTES:
-            raise ConfigError(f"arena: kv_type is {self.kv_type!r}; known: {', '.join(_ELEMENT_BYTES)}")
+        if self.kv_type not in KV_TYPES:
+            raise ConfigError(f"arena: kv_type is {self.kv_type!r}; known: {', '.join(KV_TYPES)}")
         if self.num_blocks >= 1 << 31:
             raise ConfigError(f"arena: num_blocks is {self.num_blocks}, not below {1 << 31}")
         if self.total_bytes > 1 << 46:
@@ -57,7 +60,8 @@ class ArenaGeometry:
 
     @property
     def head_bytes(self) -> int:
-        return 2 * self.head_dim * self.block_tokens * _ELEMENT_BYTES[self.kv_type]
+        element, scale = _BYTES[self.kv_type]
+        return 2 * self.block_tokens * (self.head_dim * element + scale)
 
     @property
     def layer_bytes(self) -> int:

@@ -184,7 +184,7 @@ def _model(pack: PackFile, ctx: int, settings: Settings) -> Iterator[WorkerModel
     # One text at a time: all cores that may compute work on it together.
     cores = settings["cores_per_worker"] or len(groups_of(found))
     (group,) = groups_of(found, workers=1, cores_per_worker=cores)
-    geometry = ArenaGeometry.for_model(pack.spec, blocks_for(ctx))
+    geometry = ArenaGeometry.for_model(pack.spec, blocks_for(ctx), settings["kv"])
     fd = create_arena(geometry)
     try:
         arena = map_arena(fd, geometry)

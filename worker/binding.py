@@ -116,6 +116,9 @@ def _configure(
     config.arena, config.arena_len = arena.pointer(), arena.length
     config.num_blocks, config.num_layers = geometry.num_blocks, geometry.num_layers
     config.num_kv_heads, config.head_dim = geometry.num_kv_heads, geometry.head_dim
+    config.kv_type = lib.cm_kv_type(geometry.kv_type.encode())
+    if lib.cm_kv_head_bytes(config.kv_type, geometry.head_dim) != geometry.head_bytes:
+        raise EngineError(f"arena: {geometry.head_bytes} bytes a head of {geometry.kv_type} are not the kernels' size")
     return config, keep
 
 

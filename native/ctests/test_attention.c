@@ -54,7 +54,8 @@ static void test_rows(const cm_kernels *kernels) {
 }
 
 /* Two sequences in one step: `tokens` of the first from `before`, one of the second. */
-static void test_shape(const cm_kernels *kernels, int head_dim, int num_kv_heads, int group, int before, int tokens) {
+static void test_shape(const cm_kernels *kernels, int type, int head_dim, int num_kv_heads, int group, int before,
+                       int tokens) {
     const cm_kernels *both[2] = {&cm_kernels_scalar, kernels};
     int length[2] = {before + tokens, 1 + below(70)}, num_blocks[2], num_heads = num_kv_heads * group;
     for (int s = 0; s < 2; s++)
@@ -63,7 +64,7 @@ static void test_shape(const cm_kernels *kernels, int head_dim, int num_kv_heads
     int32_t *blocks = malloc((size_t)total * sizeof(int32_t));
     for (int i = 0; i < total; i++)
         blocks[i] = total - 1 - i;
-    size_t head_bytes = (size_t)head_dim * CM_BLOCK_TOKENS * 4, layer_bytes = head_bytes * (size_t)num_kv_heads;
+    size_t head_bytes = cm_kv_head_len(type, head_dim), layer_bytes = head_bytes * (size_t)num_kv_heads;
     size_t arena_bytes = layer_bytes * (size_t)total, width = (size_t)(num_heads * head_dim);
     size_t kv_width = (size_t)(num_kv_heads * head_dim), out_len = width * (size_t)(tokens + 1);
     float *q = random_floats(out_len), *out[2];
@@ -78,7 +79,7 @@ static void test_shape(const cm_kernels *kernels, int head_dim, int num_kv_heads
     for (int i = 0; i < 2; i++) {
         arena[i] = aligned_alloc(64, arena_bytes);
         memset(arena[i], 0xff, arena_bytes);
-        cm_kv kv = {arena[i], layer_bytes, layer_bytes, head_bytes, 1, num_kv_heads, head_dim};
+        cm_kv kv = {arena[i], layer_bytes, layer_bytes, head_bytes, 1, num_kv_heads, head_dim, type};
         for (int s = 0; s < 2; s++) {
             int half = length[s] / 2; /* a run of rows, then row by row */
             both[i]->kv_store(&kv, 0, k[s], v[s], kv_width, half, 0, blocks + begin[s]);
@@ -118,9 +119,9 @@ int main(void) {
         if (!cm_isa_supported(isa))
             continue;
         test_rows(cm_kernels_of(isa));
-        for (int i = 0; i < 28; i++)
-            test_shape(cm_kernels_of(isa), head_dims[i % 7], 1 + below(2), 1 + below(9), below(80),
-                       1 + below(i % 3 ? 4 : 40));
+        for (int i = 0; i < 56; i++)
+            test_shape(cm_kernels_of(isa), i % 2 ? CM_KV_Q8 : CM_KV_F16, head_dims[i % 7], 1 + below(2), 1 + below(9),
+                       below(80), 1 + below(i % 3 ? 4 : 40));
     }
     puts("ok");
     return 0;

@@ -7,6 +7,8 @@
 
 #include "gemm_driver.inc"
 #include "ops.inc"
+#include "dot_avx512.h"
+#include "kv_store.inc"
 #include "attention.inc"
 
 const cm_kernels cm_kernels_avx512_vnni = {

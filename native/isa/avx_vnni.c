@@ -8,6 +8,8 @@
 
 #include "gemm_driver.inc"
 #include "ops.inc"
+#include "dot_avx_vnni.h"
+#include "kv_store.inc"
 #include "attention.inc"
 
 const cm_kernels cm_kernels_avx_vnni = {

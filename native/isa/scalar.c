@@ -5,6 +5,8 @@
 
 #include "gemm_driver.inc"
 #include "ops.inc"
+#include "dot_scalar.h"
+#include "kv_store.inc"
 #include "attention.inc"
 
 static uint64_t dot_rounds(uint64_t iterations) {

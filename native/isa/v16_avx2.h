@@ -99,6 +99,13 @@ V16_INLINE v16 v16_scale2(v16_mask keep, v16 p, v16 n) {
 }
 
 V16_INLINE v16 v16_swap_pairs(v16 a) { return (v16){_mm256_permute_ps(a.lo, 0xb1), _mm256_permute_ps(a.hi, 0xb1)}; }
+/* distance is a constant: 1, 2, 4 or 8. */
+V16_INLINE v16 v16_swap(v16 a, int distance) {
+    return distance == 1   ? (v16){_mm256_permute_ps(a.lo, 0xb1), _mm256_permute_ps(a.hi, 0xb1)}
+           : distance == 2 ? (v16){_mm256_permute_ps(a.lo, 0x4e), _mm256_permute_ps(a.hi, 0x4e)}
+           : distance == 4 ? (v16){_mm256_permute2f128_ps(a.lo, a.lo, 1), _mm256_permute2f128_ps(a.hi, a.hi, 1)}
+                           : (v16){a.hi, a.lo};
+}
 V16_INLINE v16 v16_load_twice(const float *p, int n) {
     __m256 a = _mm256_maskload_ps(p, _mm256_castps_si256(v16_lanes(n / 2).lo));
     return (v16){_mm256_permutevar8x32_ps(a, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),

@@ -64,6 +64,13 @@ V16_INLINE v16 v16_round(v16 a) {
 V16_INLINE v16 v16_scale2(v16_mask keep, v16 p, v16 n) { return _mm512_maskz_scalef_ps(keep, p, n); }
 
 V16_INLINE v16 v16_swap_pairs(v16 a) { return _mm512_permute_ps(a, 0xb1); }
+/* distance is a constant: 1, 2, 4 or 8. */
+V16_INLINE v16 v16_swap(v16 a, int distance) {
+    return distance == 1   ? _mm512_permute_ps(a, 0xb1)
+           : distance == 2 ? _mm512_permute_ps(a, 0x4e)
+           : distance == 4 ? _mm512_shuffle_f32x4(a, a, 0xb1)
+                           : _mm512_shuffle_f32x4(a, a, 0x4e);
+}
 V16_INLINE v16 v16_load_twice(const float *p, int n) {
     __m512i index = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     return _mm512_permutexvar_ps(index, v16_load_n(p, n / 2));

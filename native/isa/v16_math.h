@@ -25,6 +25,16 @@ V16_INLINE v16 v16_exp2_upto128(v16 x) {
     return v16_scale2(v16_not_less(x, v16_set1(-126.0f)), v16_exp2_poly(v16_sub(x, n)), n);
 }
 
+/* The same to 3e-6 of the result, for what will be rounded to 8 bits. */
+V16_INLINE v16 v16_exp2_coarse_upto128(v16 x) {
+    v16 n = v16_round(x), r = v16_sub(x, n);
+    v16 p = v16_fma(v16_set1(0x1.3a02ccp-7f), r, v16_set1(0x1.c9fc46p-5f));
+    p = v16_fma(p, r, v16_set1(0x1.ec0378p-3f));
+    p = v16_fma(p, r, v16_set1(0x1.62e12cp-1f));
+    p = v16_fma(p, r, v16_set1(1.0f));
+    return v16_scale2(v16_not_less(x, v16_set1(-126.0f)), p, n);
+}
+
 /* 2**x for any x. */
 V16_INLINE v16 v16_exp2(v16 x) {
     return v16_exp2_upto128(v16_min(v16_set1(128.0f), x)); /* min hands on its second operand when that is NaN */

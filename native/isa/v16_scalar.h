@@ -93,6 +93,8 @@ V16_INLINE v16 v16_scale2(v16_mask keep, v16 p, v16 n) {
 
 /* Lanes 1 0 3 2 5 4 ... */
 V16_INLINE v16 v16_swap_pairs(v16 a) { V16_EACH(a.lane[i ^ 1]); }
+/* Lane l has lane l ^ distance of a: 1, 2, 4 or 8. */
+V16_INLINE v16 v16_swap(v16 a, int distance) { V16_EACH(a.lane[i ^ distance]); }
 /* p[0] p[0] p[1] p[1] ... of the first n/2 floats at p, n even; zero from lane n on. */
 V16_INLINE v16 v16_load_twice(const float *p, int n) { V16_EACH(i < n ? p[i / 2] : 0.0f); }
 /* The sign of the even lanes flipped. */

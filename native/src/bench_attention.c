@@ -43,10 +43,10 @@ static void bench_free(bench *b) {
 }
 
 /* Sequences of `context` positions with their last `query_rows` in the step, in blocks in random order. */
-static int bench_make(bench *b, const cm_kernels *kernels, int num_heads, int num_kv_heads, int head_dim,
-                      int num_layers, int context, int query_rows, int num_seqs) {
+static int bench_make(bench *b, const cm_kernels *kernels, int kv_type, int num_heads, int num_kv_heads,
+                      int head_dim, int num_layers, int context, int query_rows, int num_seqs) {
     int seq_blocks = (context + CM_BLOCK_TOKENS - 1) / CM_BLOCK_TOKENS, num_blocks = seq_blocks * num_seqs;
-    size_t head_bytes = (size_t)head_dim * CM_BLOCK_TOKENS * 4, width = (size_t)(num_heads * head_dim);
+    size_t head_bytes = cm_kv_head_len(kv_type, head_dim), width = (size_t)(num_heads * head_dim);
     size_t kv_width = (size_t)(num_kv_heads * head_dim), num_rows = (size_t)(query_rows * num_seqs);
     uint64_t random = 1;
     cm_kv kv = {.head_bytes = head_bytes,
@@ -54,7 +54,8 @@ static int bench_make(bench *b, const cm_kernels *kernels, int num_heads, int nu
                 .block_bytes = head_bytes * (size_t)(num_kv_heads * num_layers),
                 .num_layers = num_layers,
                 .num_kv_heads = num_kv_heads,
-                .head_dim = head_dim};
+                .head_dim = head_dim,
+                .type = kv_type};
     b->arena_bytes = kv.block_bytes * (size_t)num_blocks;
     kv.arena = mmap(NULL, b->arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     b->attn.kv = kv;
@@ -100,15 +101,16 @@ static int bench_make(bench *b, const cm_kernels *kernels, int num_heads, int nu
     return 0;
 }
 
-double cm_bench_attention(int isa, int num_heads, int num_kv_heads, int head_dim, int num_layers, int context,
-                          int query_rows, int num_seqs, int repeats) {
+double cm_bench_attention(int isa, int kv_type, int num_heads, int num_kv_heads, int head_dim, int num_layers,
+                          int context, int query_rows, int num_seqs, int repeats) {
     const cm_kernels *kernels = cm_isa_supported(isa) ? cm_kernels_of(isa) : NULL;
     if (!kernels || num_kv_heads < 1 || num_heads < num_kv_heads || num_heads % num_kv_heads || head_dim < 8 ||
-        head_dim > 256 || head_dim % 8 || num_layers < 1 || query_rows < 1 || context < query_rows || num_seqs < 1)
+        head_dim > 256 || head_dim % 8 || !cm_kv_head_len(kv_type, head_dim) || num_layers < 1 || query_rows < 1 || context < query_rows || num_seqs < 1)
         return -1.0;
     bench b = {0};
     double best = -1.0;
-    if (bench_make(&b, kernels, num_heads, num_kv_heads, head_dim, num_layers, context, query_rows, num_seqs) == 0) {
+    if (bench_make(&b, kernels, kv_type, num_heads, num_kv_heads, head_dim, num_layers, context, query_rows,
+                   num_seqs) == 0) {
         int units = kernels->attention_units(&b.attn);
         for (int i = 0; i <= repeats; i++) { /* the first pass only warms up */
             double begin = now();

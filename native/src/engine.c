@@ -117,7 +117,8 @@ static void set_numbers(cm_engine *e, const cm_engine_config *c) {
     e->kv.num_layers = c->num_layers;
     e->kv.num_kv_heads = c->num_kv_heads;
     e->kv.head_dim = c->head_dim;
-    e->kv.head_bytes = (size_t)c->head_dim * CM_BLOCK_TOKENS * 2 * 2; /* K tile and V tile of f16 */
+    e->kv.type = c->kv_type;
+    e->kv.head_bytes = cm_kv_head_len(c->kv_type, c->head_dim);
     e->kv.layer_bytes = e->kv.head_bytes * (size_t)c->num_kv_heads;
     e->kv.block_bytes = e->kv.layer_bytes * (size_t)c->num_layers;
     e->num_regions = (uintptr_t)c->arena % HUGE_PAGE == 0 ? c->arena_len / HUGE_PAGE : 0;
@@ -316,18 +317,7 @@ int cm_engine_copy_block(cm_engine *e, int32_t source, int32_t target, int32_t n
         return -1;
     }
     want_huge_pages(e, target);
-    const cm_kv *kv = &e->kv;
-    size_t width = (size_t)kv->head_dim, tokens = (size_t)num_tokens, all = CM_BLOCK_TOKENS;
-    for (int layer = 0; layer < kv->num_layers; layer++)
-        for (int head = 0; head < kv->num_kv_heads; head++) {
-            size_t part = (size_t)layer * kv->layer_bytes + (size_t)head * kv->head_bytes;
-            const uint16_t *from = (const uint16_t *)(const void *)(kv->arena + (size_t)source * kv->block_bytes + part);
-            uint16_t *to = (uint16_t *)(void *)(kv->arena + (size_t)target * kv->block_bytes + part);
-            memset(to, 0, kv->head_bytes);
-            for (size_t d = 0; d < width; d++) /* K [head_dim][32] */
-                memcpy(to + d * all, from + d * all, tokens * sizeof(uint16_t));
-            memcpy(to + width * all, from + width * all, tokens * width * sizeof(uint16_t)); /* V [32][head_dim] */
-        }
+    cm_kv_copy_tokens(&e->kv, source, target, num_tokens);
     if (e->progress)
         __atomic_fetch_add(e->progress, 1, __ATOMIC_RELAXED);
     return 0;

@@ -228,6 +228,7 @@ static int check_numbers(const check *k) {
         {"num_layers", c->num_layers, 1, 1 << 12},
         {"num_kv_heads", c->num_kv_heads, 1, 1 << 20},
         {"head_dim", c->head_dim, HEAD_DIM_STEP, MAX_HEAD_DIM},
+        {"kv_type", c->kv_type, CM_KV_F16, CM_KV_Q8},
         {"rope_dim", c->rope_dim, 2, c->head_dim},
         {"rope_pairing", c->rope_pairing, 0, 1},
         {"threads", c->threads, 1, MAX_THREADS},
@@ -256,7 +257,7 @@ static int check_memory(const check *k) {
     if (!c->weights || (uintptr_t)c->weights % 64 || !c->arena || (uintptr_t)c->arena % 64)
         return refuse(k, "weights and arena must start on 64 bytes");
     /* 2^12 layers * 2^20 heads * 2^8 * 128 bytes is 2^47; the number of blocks is divided, not multiplied. */
-    uint64_t block = (uint64_t)c->num_layers * (uint64_t)c->num_kv_heads * (uint64_t)c->head_dim * 128;
+    uint64_t block = (uint64_t)c->num_layers * (uint64_t)c->num_kv_heads * cm_kv_head_len(c->kv_type, c->head_dim);
     if ((uint64_t)c->num_blocks > c->arena_len / block)
         return refuse(k, "an arena of %llu bytes does not hold %d blocks of %llu", (unsigned long long)c->arena_len,
                       c->num_blocks, (unsigned long long)block);

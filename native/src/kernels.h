@@ -106,13 +106,22 @@ typedef struct cm_gemm {
 
 /* ---- attention over paged blocks ---- */
 
-/* Geometry of the arena. Per (block, layer, kv head) lies a K tile [head_dim][32] f16, then a V tile
- * [32][head_dim] f16. */
+/* How keys and values lie in a block. Per (block, layer, kv head), for f16: K [head_dim][32], then V [32][head_dim];
+ * for q8: see isa/kv_store.inc. */
+enum { CM_KV_F16 = 0, CM_KV_Q8 = 1 };
+
+/* Geometry of the arena. */
 typedef struct cm_kv {
     uint8_t *arena;
     size_t block_bytes, layer_bytes, head_bytes; /* strides */
     int32_t num_layers, num_kv_heads, head_dim;
+    int32_t type;
 } cm_kv;
+
+/* Bytes of one KV head in a block; 0 when there is no such type. */
+size_t cm_kv_head_len(int type, int head_dim);
+/* Makes block `target` the first num_tokens tokens of `source`, and zeros. */
+void cm_kv_copy_tokens(const cm_kv *kv, int32_t source, int32_t target, int num_tokens);
 
 typedef struct cm_attn {
     cm_kv kv;

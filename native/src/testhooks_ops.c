@@ -16,7 +16,8 @@ static cm_kv geometry_of(uint8_t *arena, const int64_t *geometry) {
                    .head_bytes = (size_t)geometry[2],
                    .num_layers = (int32_t)geometry[3],
                    .num_kv_heads = (int32_t)geometry[4],
-                   .head_dim = (int32_t)geometry[5]};
+                   .head_dim = (int32_t)geometry[5],
+                   .type = (int32_t)geometry[6]};
 }
 
 int cm_test_map(int isa, int op, void *dst, const void *src, size_t n) {

@@ -140,7 +140,7 @@ def test_opposites_in_a_file(elsewhere):
         ({}, {"COREMILL_WORKERS": "x"}, "COREMILL_WORKERS is 'x': it must be an integer from 1 to 4096"),
         ({"temperature": "nan"}, {}, "--temperature is 'nan': it must be a number from 0 to 2"),
         ({"arena": "8X"}, {}, "--arena is '8X': it must be a size of 1 byte to 1024 TiB, such as 512M"),
-        ({"kv": "q8"}, {}, "--kv is 'q8': it must be 'f16'"),
+        ({"kv": "q3"}, {}, "--kv is 'q3': it must be one of f16, q8"),
         ({"output": ""}, {}, "--output is '': it must be a text that is not empty"),
         ({}, {"COREMILL_STRICT": "maybe"}, "COREMILL_STRICT is 'maybe': it must be true or false"),
         ({"seed": "9" * 400}, {}, "it must be an integer from -9223372036854775808"),
