@@ -284,6 +284,7 @@ def _setting(pack: PackFile, engine: Engine, groups: Sequence[CoreGroup], ctx: i
         rate=_EXPECTED_RATE[isa] * num_cores if isa in _EXPECTED_RATE else None,
         arena=arena,
         kv_block=(BLOCK_TOKENS, stats["arena"]["block_bytes"]),
+        sharing=engine.config.prefix_cache,
     )
 
 

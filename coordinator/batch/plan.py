@@ -47,6 +47,7 @@ class Setting:
     groups: (cores, why) of each worker. memory: (what, bytes). multiplies: per token, of all matrices;
     rate: multiplies per second that all cores together are expected to reach, None when nobody knows;
     arena: bytes of the KV cache; kv_block: (tokens, bytes) of a piece of it, which one row fills.
+    sharing: what rows have in common is computed once (--prefix-cache).
     """
 
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
@@ -56,6 +57,7 @@ class Setting:
     rate: float | None = None
     arena: int = 0
     kv_block: tuple[int, int] = (32, 0)
+    sharing: bool = True
 
 
 class PlanWindow:
@@ -132,10 +134,11 @@ def _common_length(one: tuple[int, ...], two: tuple[int, ...]) -> int:
 
 
 def estimate_seconds(plan: Plan, setting: Setting, num_rows: int) -> float | None:
-    """For `num_rows` rows like those of the window, if every row uses its max_tokens and nothing is shared."""
+    """For `num_rows` rows like those of the window, if every row uses its max_tokens."""
     if not plan.num_rows or not setting.rate:
         return None
-    tokens = (plan.prompt_tokens + NEW_TOKEN_COST * plan.max_new_tokens) / plan.num_rows * num_rows
+    prompt_tokens = plan.prompt_tokens - (plan.shared_tokens if setting.sharing else 0)
+    tokens = (prompt_tokens + NEW_TOKEN_COST * plan.max_new_tokens) / plan.num_rows * num_rows
     return tokens * setting.multiplies / setting.rate
 
 
@@ -152,7 +155,8 @@ def plan_lines(plan: Plan, setting: Setting, num_rows: int | None, num_skipped: 
     over = "" if plan.whole else f" (over the first {count_of(plan.num_rows + plan.num_unfit, 'row')})"
     lines.append(
         f"tokens: {plan.prompt_tokens:,} in prompts, at most {plan.max_new_tokens:,} to generate{over}; "
-        f"{plan.shared_tokens:,} prompt tokens repeat another row's beginning"
+        f"{plan.shared_tokens:,} prompt tokens ({plan.shared_tokens / max(plan.prompt_tokens, 1):.0%}) repeat another "
+        f"row's beginning and are {'computed once' if setting.sharing else 'computed again (--no-prefix-cache)'}"
     )
     lines += _warning_lines(plan, setting, over)
     if setting.memory:

@@ -69,6 +69,8 @@ def progress_line(
     if progress.num_errors:
         line += f", {progress.num_errors:,} failed"
     line += f"; {rates[0]:,.0f} prompt + {rates[1]:,.0f} new tokens/s"
+    if progress.cached_tokens:
+        line += f", {progress.cached_tokens / progress.prompt_tokens:.0%} of prompts cached"
     if share is not None and left is not None:
         line += f"; {share:.0%}, about {format_seconds(left)} left"
     return line

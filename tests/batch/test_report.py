@@ -107,6 +107,11 @@ def test_plan_lines():
     assert "about" not in text
     text = "\n".join(plan_lines(plan(num_unfit=0), setting, 10, 0, "JSON lines"))
     assert "warning" not in text and "KV" not in text
+    assert "300 prompt tokens (38%) repeat another row's beginning and are computed once" in text
+    alone = replace(setting, sharing=False, multiplies=1, rate=1.0)
+    assert "computed again (--no-prefix-cache)" in "\n".join(plan_lines(plan(), alone, 10, 0, ""))
+    shared = estimate_seconds(plan(), replace(alone, sharing=True), plan().num_rows)
+    assert estimate_seconds(plan(), alone, plan().num_rows) - shared == pytest.approx(300)
     small = replace(setting, arena=1 << 20, kv_block=(32, 1 << 14))
     text = "\n".join(plan_lines(plan(num_unfit_arena=1, num_unlimited=2), small, 10, 0, "JSON lines"))
     assert "1 row too long for --arena 1 MiB" in text and "2 chats without max_tokens" in text
@@ -171,6 +176,8 @@ def test_progress_line():
         "3 of 8 rows, 1 failed; 100 prompt + 50 new tokens/s; 50%, about 10 s left"
     )
     assert progress_line(Progress(num_results=5), None, (0, 0)) == "5 rows; 0 prompt + 0 new tokens/s"
+    shared = Progress(num_results=5, prompt_tokens=200, cached_tokens=174)
+    assert progress_line(shared, None, (0, 0)) == "5 rows; 0 prompt + 0 new tokens/s, 87% of prompts cached"
 
 
 def test_rates_forget():
