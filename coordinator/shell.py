@@ -32,6 +32,7 @@ from coremill.coordinator.events import (
     Send,
     StartWorker,
     WorkerDied,
+    WorkerStopped,
 )
 from coremill.coordinator.limits import Limits
 from coremill.coordinator.pool import WorkerPool, WorkerProcess
@@ -258,7 +259,8 @@ class Shell:
         place = self.places[worker.index]
         place.state, place.pid, place.last_death = "starting", None, death.cause
         self._measured(None, worker.index)
-        if not self._closing:
+        leaving = self.scheduler.slots[worker.index].told_to_stop
+        if not (self._closing or leaving):
             traceback = worker.failure.traceback if worker.failure else ""
             died = {"event": "worker_died", "worker": worker.index, "pid": worker.pid, "cause": death.cause}
             self._on_event(died | {"traceback": traceback})
@@ -288,6 +290,9 @@ class Shell:
                 case RetireWorker(index, cause):
                     self.places[index].state = "retired"
                     self._on_event({"event": "worker_retired", "worker": index, "cause": cause})
+                case WorkerStopped(index):
+                    self.places[index].state = "stopped"
+                    self._on_event({"event": "worker_stopped", "worker": index})
                 case GiveUp(reason):
                     never_ready = all(place.ready is None for place in self.places)
                     self.failure = (WorkerStartError if never_ready else EngineError)(reason)
