@@ -4,8 +4,8 @@ The life of a sequence
 
     Submitted --> waiting --> leased: prefill --> leased: decode --> finished
                      ^            |    |                |
-                     |            '----'-- Released ----|   (blocks were short: the least entitled gives way)
-                     '---------------------WorkerDied --'   (its tokens so far are prefilled again elsewhere)
+                     |            '----'-- Released ----|   (paused, or on its way to another worker)
+                     '---------------------WorkerDied --'   (either way it keeps its table and goes on from there)
 
 A worker may write to a lease's blocks from Begin until it has said Finished, Released or Failed, or is dead and reaped.
 """
