@@ -23,7 +23,7 @@ class EngineConfig:
         max_active: sequences one worker steps together.
         ctx: longest request (prompt and completion) in tokens; None: min(model's context length, 4096).
         arena: bytes of KV cache for all sequences together.
-        kv: KV cache type; "f16".
+        kv: KV cache type; "f16" or "q8".
         seed: run seed, from which rows without a seed of their own draw theirs.
         prefix_cache: share computed prefixes between sequences.
         step_tokens: rows of one step, which is also the longest prefill chunk.
@@ -66,5 +66,5 @@ class EngineConfig:
         if self.ctx is None:
             return min(context_length, DEFAULT_CTX)
         if self.ctx > context_length:
-            raise ConfigError(f"ctx is {self.ctx}: the model's context length is {context_length} tokens")
+            raise ConfigError(f"--ctx is {self.ctx}: the model's context length is {context_length} tokens")
         return self.ctx

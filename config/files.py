@@ -67,8 +67,9 @@ def read_file(path: Path) -> dict[str, tuple[Any, str]]:
     if given:
         key = min(given)
         known = [name for option in OPTIONS if option.in_files for name in option.names]
-        kind = "table" if isinstance(given[key], dict) else "key"
-        raise ConfigError(f"{path}: unknown {kind} '{key}'{nearest(key, known)}")
+        if isinstance(given[key], dict):
+            raise ConfigError(f"{path}: unknown table '{key}': there are no tables, put options at the top of the file")
+        raise ConfigError(f"{path}: unknown key '{key}'{nearest(key, known)}")
     return values
 
 

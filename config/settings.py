@@ -94,7 +94,7 @@ def from_keywords(
     spoken = {}
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"unknown option '{name}'{nearest(name, known)}")
+            raise ConfigError(f"unknown option '{name}'{_hint(name, known)}")
         if value is not None:
             spoken[name] = (known[name].check(value, name), f"keyword {name}")
     named = spoken.pop("config", (None, ""))[0]
@@ -104,6 +104,13 @@ def from_keywords(
 
         layers.append(read_file(Path(named)))
     return _merged(options, layers)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    option = BY_NAME.get(name)
+    if option is not None and option.group == "sampling":
+        return ": it belongs to each request, as in submit(..., temperature=0)"
+    return nearest(name, known)
 
 
 def _merged(options: Iterable[Option], layers: list[dict[str, tuple[Any, str]]]) -> Settings:

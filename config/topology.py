@@ -202,7 +202,7 @@ def groups_of(found: CpuBudget, *, workers: int | None = None, cores_per_worker:
 
 
 def _too_many(found: CpuBudget, workers: int | None, size: int) -> str:
-    asked = f"workers {workers} x cores_per_worker {size}" if workers else f"cores_per_worker {size}"
+    asked = f"--workers {workers} x --cores-per-worker {size}" if workers else f"--cores-per-worker {size}"
     smt = f" ({found.num_cores} physical cores)" if found.num_cores < found.budget else ""
     why = "; ".join(found.limits) or "the machine has no more"
     return f"{asked} needs {(workers or 1) * size} cores, but only {found.budget}{smt} may be used: {why}"

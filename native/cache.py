@@ -117,7 +117,10 @@ def find_model(model: str | os.PathLike[str], root: Path, progress: Progress | N
     if name in KNOWN_MODELS:
         return fetch_model(name, ensure_folder(root / "models"), progress)
     known = ", ".join(sorted(KNOWN_MODELS))
-    raise ModelError(f"{name}: there is no such file, and it is not a known short name ({known})")
+    problem = f"{name}: there is no such file, and it is not a known short name ({known})"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        problem += "; a model of a hub is not fetched: download one of its GGUF files and give the file's path"
+    raise ModelError(problem)
 
 
 def content_key(digests: Sequence[str]) -> str:

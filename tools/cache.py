@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from coremill.config.options import of_verb
 from coremill.config.settings import Settings
 from coremill.tools.options import Verb, VerbGroup, takes
 
@@ -18,14 +19,18 @@ if TYPE_CHECKING:
 
 @click.group(
     cls=VerbGroup,
+    invoke_without_command=True,
     examples=[
         ("coremill cache ls", "packs and fetched models, with sizes and sources"),
         ("coremill cache prune --dry-run", "what could go"),
         ("coremill cache prune --unused-days 30", "remove packs without a source, and what was not used for a month"),
     ],
 )
-def command() -> None:
-    """List and remove packed models. COREMILL_CACHE sets the folder."""
+@click.pass_context
+def command(context: click.Context) -> None:
+    """List and remove packed models; alone it lists them. COREMILL_CACHE sets the folder."""
+    if context.invoked_subcommand is None:
+        context.invoke(ls, **{option.name: None for option in of_verb("cache ls")})
 
 
 @command.command("path", cls=Verb, examples=[('du -sh "$(coremill cache path)"', "how much the cache holds")])
@@ -84,7 +89,7 @@ def prune(settings: Settings) -> None:
         freed = prune_cache(root, paths)
     for path in paths:
         click.echo(f"{verb} {path}")
-    click.echo(f"{verb} {format_size(freed)}")
+    click.echo(f"{verb} {format_size(freed)}" if freed or paths else "nothing to remove")
 
 
 def _is_to_go(pack: CachedPack, settings: Settings) -> bool:

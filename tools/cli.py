@@ -40,6 +40,17 @@ EXIT_CODES: dict[int, str] = {
 }
 
 
+# Options of llama.cpp's and vLLM's programs, which fingers remember.
+_ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(("-t", "--threads"), "--workers and --cores-per-worker"),
+    **dict.fromkeys(("-n", "--predict", "--n-predict"), "--max-tokens (and --max-active for -np)"),
+    **dict.fromkeys(("-c", "--ctx-size", "--max-model-len"), "--ctx"),
+    **dict.fromkeys(("--parallel", "--max-num-seqs"), "--max-active"),
+    **dict.fromkeys(("-b", "--batch-size", "--ubatch-size"), "--step-tokens"),
+    "--temp": "--temperature",
+}
+
+
 class _LazyGroup(click.Group):
     """Verbs from the table; errors become exit codes here, for every verb alike."""
 
@@ -78,6 +89,12 @@ def _exit_code_of(call: Callable[[], Any]) -> int:
         result = call()
         sys.stdout.flush()
         return result if isinstance(result, int) else EXIT_OK
+    except click.NoSuchOption as error:
+        if error.option_name in _ELSEWHERE:
+            error.possibilities = None
+            error.message += f" Here it is {_ELSEWHERE[error.option_name]}."
+        error.show()
+        return error.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code

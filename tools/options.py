@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from coremill.config.options import ENV_PREFIX, OPTIONS, PROCESS_VARIABLES, Option, of_verb
+from coremill.config.options import ENV_PREFIX, OPTIONS, PROCESS_VARIABLES, Option, nearest, of_verb
 from coremill.config.settings import from_command_line, unknown_variables
 
 _SOURCES_HINT = f"Every option --x-y is also {ENV_PREFIX}X_Y in the environment and x_y in coremill.toml."
@@ -47,6 +47,13 @@ class Verb(_ExamplesMixin, click.Command):
 
 class VerbGroup(_ExamplesMixin, click.Group):
     """A verb that has verbs of its own."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            takes_model = any(parameter.name == "model" for parameter in self.params)
+            hint = f"; for a model write -m {args[0]}" if takes_model else nearest(args[0], self.commands)
+            ctx.fail(f"No such command '{args[0]}'{hint}")
+        return super().resolve_command(ctx, args)
 
 
 def takes(verb: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

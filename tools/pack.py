@@ -43,4 +43,6 @@ def command(settings: Settings, model_name: str | None) -> None:
             if settings["verify"]:
                 progress("comparing checksums", 0, 0)
                 opened.verify()
+    if settings["verify"]:
+        click.echo("coremill: all checksums are right", err=True)
     click.echo(pack)

@@ -208,7 +208,7 @@ def test_smt_siblings_when_more_is_asked_for(host):
     smt_host(host)
     assert cores_of(host, workers=6) == [(0,), (1,), (2,), (3,), (4,), (5,)]
     assert "SMT sibling" in discover(root=host.root, workers=6)[4].why
-    with pytest.raises(ConfigError, match=r"workers 9 x cores_per_worker 1 needs 9 cores, but only 8 \(4 physical"):
+    with pytest.raises(ConfigError, match=r"--workers 9 x --cores-per-worker 1 needs 9 cores, but only 8 \(4 physical"):
         discover(root=host.root, workers=9)
 
 
@@ -226,9 +226,9 @@ def test_workers_and_cores_per_worker(host):
     assert cores_of(host, workers=2) == [(0,), (1,)]
     assert cores_of(host, cores_per_worker=3) == [(0, 1, 2), (3, 4, 5)]
     assert cores_of(host, workers=1, cores_per_worker=8) == [tuple(range(8))]
-    with pytest.raises(ConfigError, match="cores_per_worker 9 needs 9 cores, but only 8 may be used"):
+    with pytest.raises(ConfigError, match="--cores-per-worker 9 needs 9 cores, but only 8 may be used"):
         discover(root=host.root, cores_per_worker=9)
-    with pytest.raises(ConfigError, match="workers 3 x cores_per_worker 3 needs 9 cores"):
+    with pytest.raises(ConfigError, match="--workers 3 x --cores-per-worker 3 needs 9 cores"):
         discover(root=host.root, workers=3, cores_per_worker=3)
 
 

