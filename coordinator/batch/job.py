@@ -27,6 +27,7 @@ from coremill.coordinator.batch.feeder import Prepare, Rules
 from coremill.coordinator.batch.plan import Setting
 from coremill.coordinator.batch.reader import LineReader
 from coremill.coordinator.batch.report import PlainReporter
+from coremill.coordinator.batch.reproduce import reproducing
 from coremill.coordinator.batch.results import LineMaker
 from coremill.coordinator.batch.rowtable import RowTable
 from coremill.coordinator.batch.runner import WINDOW_BYTES, Outcome, Runner
@@ -119,7 +120,8 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
             setting = _setting(pack, engine, groups, ctx)
             reporter.attach(setting, _format_note(lines), lambda: engine.stats(measure=False))
             rules = replace(rules, arena_tokens=engine.stats(measure=False)["arena"]["blocks"] * BLOCK_TOKENS)
-            maker = LineMaker(names[0], system_fingerprint(pack.key, options.engine.kv))
+            fingerprint = system_fingerprint(pack.key, options.engine.kv)
+            maker = LineMaker(names[0], fingerprint, reproducing(options, lines.format))
             runner = _runner(options, source, lines, files, table, rules, maker, prepare, engine, reporter)
             outcome = runner.run()
             # A worker in a long step would keep the second of a Ctrl-C: then its last figures must do.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,13 @@ def find_rows(paths: Iterable[str], keys: Iterable[bytes]) -> dict[bytes, dict[s
 
 
 class LineMaker:
-    """Makes lines for rows of one run. model: the name shown in bodies."""
+    """Makes lines for rows of one run. model: the name shown in bodies. reproducing: for the number of a line the
+    command that runs it alone, told with rows that workers died of."""
 
-    def __init__(self, model: str, fingerprint: str) -> None:
+    def __init__(self, model: str, fingerprint: str, reproducing: Callable[[int], str] | None = None) -> None:
         self._model = model
         self._fingerprint = fingerprint
+        self._reproducing = reproducing
 
     def result_line(self, row: Row, result: SequenceResult) -> bytes:
         """A row that ran to its end."""
@@ -81,7 +83,10 @@ class LineMaker:
 
     def error_line(self, row: Row, error: RequestError, result: SequenceResult | None = None) -> bytes:
         """A row that failed, before it ran or (result given) while it did."""
-        shown = {"code": error.code, "message": error.message, "param": error.param, "line": row.number}
+        message = error.message
+        if error.code == "worker_crashed" and self._reproducing is not None:
+            message += f"; this runs it alone: {self._reproducing(row.number)}"
+        shown = {"code": error.code, "message": message, "param": error.param, "line": row.number}
         return _line(row, None, shown, None if result is None else _timing(result))
 
     def _body(self, row: Row, result: SequenceResult) -> dict[str, Any]:

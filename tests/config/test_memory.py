@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from coremill.config.cgroups import oom_kills
 from coremill.config.errors import ConfigError
+from coremill.config.hostfiles import HostFiles
 from coremill.config.memory import (
     BASE_BYTES,
     MemoryBudget,
@@ -81,6 +83,21 @@ def test_without_memavailable(host):
 
 def test_nothing_known(tmp_path):
     assert memory_budget(tmp_path) is None
+
+
+def test_kills_for_want_of_memory_are_counted_in_every_group(host):
+    host.cgroup2("/a/b")
+    assert oom_kills(HostFiles(host.root)) == 0
+    host.write("/proc/vmstat", "nr_free_pages 5\noom_kill 2")
+    host.write(f"{V2}/a/b/memory.events", "low 0\noom 4\noom_kill 3")
+    host.write(f"{V2}/a/memory.events", "oom_kill 4")
+    assert oom_kills(HostFiles(host.root)) == 9
+
+
+def test_kills_for_want_of_memory_in_version_1(host):
+    host.cgroup1("/docker/abc", root="/docker/abc")
+    host.write(f"{V1}/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 7")
+    assert oom_kills(HostFiles(host.root)) == 7
 
 
 MIB = 1 << 20

@@ -41,9 +41,9 @@ class Runs:
         self._mark = f"{self.MARK}={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
         unwanted = {name for name in os.environ if name.startswith("COREMILL_")} | {"XDG_RUNTIME_DIR"}
-        self._environ = {name: value for name, value in os.environ.items() if name not in unwanted}
-        self._environ |= {name: value, "TMPDIR": str(temporary), "COREMILL_CACHE": str(cache)}
-        self._environ["COREMILL_DEBUG_BOOKS"] = "1"
+        self.environ = {name: value for name, value in os.environ.items() if name not in unwanted}
+        self.environ |= {name: value, "TMPDIR": str(temporary), "COREMILL_CACHE": str(cache)}
+        self.environ["COREMILL_DEBUG_BOOKS"] = "1"
 
     def write(self, rows: list[Row]) -> None:
         self.input.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -54,7 +54,7 @@ class Runs:
         command += ["-o", str(self.out), "--stats", str(self.stats_path), *options]
         return subprocess.Popen(
             command,
-            env=self._environ | environ,
+            env=self.environ | environ,
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -136,13 +136,13 @@ class RunsMaker:
         self._folder, self._model, self._cache = folder, model, cache
         self._made: list[Runs] = []
 
-    def __call__(self, cache: Path | None = None) -> Runs:
-        """cache: of packed models, when it shall not be the one that the tests share."""
+    def __call__(self, cache: Path | None = None, model: Path | None = None) -> Runs:
+        """cache: of packed models, when it shall not be the one that the tests share. model: not the default one."""
         folder = self._folder / str(len(self._made))
         folder.mkdir()
         # A socket's path has few bytes, so what it lies in must have a short name.
         temporary = Path(tempfile.mkdtemp(prefix="cm-"))
-        self._made.append(Runs(folder, temporary, self._model, cache or self._cache))
+        self._made.append(Runs(folder, temporary, model or self._model, cache or self._cache))
         return self._made[-1]
 
     def close(self) -> None:
