@@ -120,3 +120,24 @@ def test_batching_and_chunking_change_nothing(world, sim, max_active, step_token
     shared.run()
     for ticket in shared.requests:
         shared.verify(ticket)
+
+
+@pytest.mark.parametrize(("num_workers", "num_rows"), [(2, 40), (3, 40), (4, 100)])
+def test_at_the_end_of_a_file_nobody_idles_while_another_holds_two(world, sim, num_workers, num_rows):
+    """Time in turns, in each of which every worker does one step."""
+    for seed in range(5):
+        rng = random.Random(seed)
+        shared = world(num_workers=num_workers, max_active=8, num_blocks=400)
+        for row in range(num_rows):
+            length = rng.choice([5, 20, 60, 200])
+            prompt = tuple(rng.randrange(1, sim.POISON) for _ in range(8))
+            shared.submit(sim.SequenceRequest(str(row), prompt, length, seed=rng.randrange(1 << 60)))
+        held = []
+        while shared.turn():
+            held.append([len(worker.loop.sequences) for worker in shared.workers.values()])
+        tail = held[-max(len(held) // 10, 1) :]
+        for index in range(num_workers):
+            idle = sum(counts[index] == 0 and max(counts) >= 2 for counts in tail)
+            assert idle <= max(len(tail) / 5, 2), (seed, index, tail)
+        shared.run()
+        assert shared.scheduler.counts["recomputed_tokens"] == 0
