@@ -121,7 +121,9 @@ def decode_json(text: str | bytes) -> Any:
     except RecursionError:
         raise RequestError("invalid_json", "not valid JSON: nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise RequestError("invalid_json", f"not valid JSON: {error.msg} at character {error.pos}") from None
+        raise RequestError(
+            "invalid_json", f"not valid JSON: {error.msg} at character {error.pos + 1} of the line"
+        ) from None
     except ValueError as error:  # an integer of more than 4300 digits
         raise RequestError("invalid_json", f"not valid JSON: {error}") from None
 
@@ -144,6 +146,8 @@ def custom_id_of(row: Any, line_number: int) -> str:
     given = row.get("custom_id") if isinstance(row, dict) else None
     if given is None:
         return f"line-{line_number}"
+    if isinstance(given, int) and not isinstance(given, bool):
+        raise invalid("custom_id", given, f'a string: write "{shown(given)}" with quotes')
     return check_text(given, "custom_id", max_chars=MAX_CUSTOM_ID_CHARS, empty=False)
 
 
@@ -259,10 +263,9 @@ def _refuse_other_fields(given: Mapping[str, Any], kind: Kind) -> None:
             raise RequestError("unknown_parameter", f"{shown(name)} is not a field of a {kind} request{hint}", name)
         # 1 == True in Python, not in JSON.
         if not any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in no_ops):
-            only = f" other than {' or '.join(json.dumps(no_op) for no_op in no_ops)}" if no_ops else ""
-            raise RequestError(
-                "unsupported_parameter", f"'{name}' is {shown(value)}: values{only} are not supported", name
-            )
+            takes = f"takes it only as {' or '.join(json.dumps(no_op) for no_op in no_ops)}" if no_ops else "has it not"
+            problem = f"'{name}' is {shown(value)}: coremill {takes}; leave it out"
+            raise RequestError("unsupported_parameter", problem, name)
 
 
 def check_sampling(given: Mapping[str, Any], defaults: SamplingParams = SamplingParams()) -> SamplingParams:

@@ -26,7 +26,7 @@ _QUICK_SEQUENCES, _QUICK_CONTEXTS = (1, 8, 16), (128,)
 _STEP_SECONDS, _QUICK_STEP_SECONDS = 0.5, 0.2
 _CEILING_SECONDS, _QUICK_CEILING_SECONDS = 0.25, 0.1
 # Above these, the figures carry a warning.
-_MUCH_NOISE, _MUCH_STEAL = 0.10, 0.02
+_MUCH_NOISE, _MUCH_STEAL, _TOO_MUCH = 0.10, 0.02, 1.05
 
 
 @click.group(
@@ -127,13 +127,14 @@ def bench(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     quick = settings["quick"]
     rounds = 1 if quick and not settings.given("rounds") else settings["rounds"]
     groups = discover(workers=settings["workers"], cores_per_worker=settings["cores_per_worker"])
+    load = machine.load_average()
     pack = None if settings["roofline"] else _open_model(settings.require("model"))
     try:
         say("measuring the machine ...")
         ceilings = machine.measure_ceilings(
             groups, seconds=_QUICK_CEILING_SECONDS if quick else _CEILING_SECONDS, rounds=rounds
         )
-        report: dict[str, Any] = {"machine": ceilings.as_dict(), "rounds": rounds}
+        report: dict[str, Any] = {"machine": ceilings.as_dict() | {"load": load}, "rounds": rounds}
         if pack is not None:
             _bench_model(report, pack, groups, ceilings, settings, rounds, say)
     finally:
@@ -297,10 +298,13 @@ def _all_workers(
 
 
 def _warnings(report: dict[str, Any]) -> list[str]:
+    from coremill.tools.machine import disturbances
+
     found = []
     steal = report["machine"]["steal"]
     if steal > _MUCH_STEAL:
         found.append(f"the hypervisor took {steal:.1%} of the time while the ceilings were measured")
+    found += disturbances(report["machine"]["load"], report["machine"])
     if report.get("left_out"):
         found.append(f"left out, as their KV cache would not fit in memory: {'; '.join(report['left_out'])}")
     rows = [*report.get("one_worker", ()), *report.get("all_workers", ())]
@@ -311,4 +315,6 @@ def _warnings(report: dict[str, Any]) -> list[str]:
             f"{len(noisy)} of {len(rows)} figures varied by more than {_MUCH_NOISE:.0%} between rounds (worst"
             f" {worst:.0%}): something else was running"
         )
+    if any(row.get("share", 0) > _TOO_MUCH for row in rows):
+        found.append("shares above 100%: the limits were measured while the machine was slower than later")
     return found

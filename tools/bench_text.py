@@ -29,6 +29,7 @@ def _ceilings_text(machine: dict[str, Any]) -> str:
         ("int8, each of all", f"{min(machine['int8_gops_per_core'])} G operations/s"),
         ("float32, one core", f"{machine['fma_gflops_one_core']} G operations/s"),
         ("steal", f"{machine['steal']:.1%}"),
+        ("load before", f"{machine['load']:g}"),
     ]
     return "Ceilings of this machine\n" + "\n".join(f"  {label:<20}{text}" for label, text in rows)
 
@@ -55,27 +56,33 @@ def _gemm_text(rows: Sequence[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    head = ("matrix", "tokens", "G operations/s", "of its kernel in L1", "of bare dots")
-    return "Matrix products, one core\n" + columns(head, cells)
+    head = ("matrix", "tokens", "Gop/s", "of L1", "of dots")
+    note = "  Gop/s: 1e9 operations a second. of L1: of the kernel's rate on data in L1; of dots: of bare dot products."
+    return "Matrix products, one core\n" + columns(head, cells) + "\n" + note
 
 
 def _steps_text(report: dict[str, Any]) -> str:
+    # One round has no spread.
+    noise = lambda row: f"{row['noise']:.0%}" if report["rounds"] > 1 else "-"  # noqa: E731
     cells = []
     for one, every in zip(report["one_worker"], report["all_workers"], strict=True):
         what = f"prefill of {one['context']}" if one["what"] == "prefill" else f"{one['sequences']} x {one['context']}"
         cells.append(
             (
                 what,
-                *(f"{one['tokens_per_s']:.0f}", f"{one['share']:.0%}", f"{one['noise']:.0%}"),
-                *(f"{every['tokens_per_s']:.0f}", f"{every['share']:.0%}", f"{every['noise']:.0%}"),
+                *(f"{one['tokens_per_s']:.0f}", f"{one['share']:.0%}", noise(one)),
+                *(f"{every['tokens_per_s']:.0f}", f"{every['share']:.0%}", noise(every)),
             )
         )
     num_workers = report["all_workers"][0]["workers"]
     head = (
-        *("sequences x context", "1 worker, tokens/s", "of limit", "noise"),
-        *(f"{num_workers} workers, tokens/s", "of limit", "noise"),
+        *("sequences x context", "one: t/s", "of limit", "noise"),
+        *(f"all {num_workers}: t/s", "of limit", "noise"),
     )
-    note = "  Sequences are per worker. One worker: steps in this process; all: real workers behind a coordinator."
+    note = (
+        "  t/s: tokens a second. Sequences are per worker. One: steps of a worker in this process;\n"
+        "  all: real workers behind a coordinator. noise: spread of the rounds."
+    )
     return f"Steps\n{columns(head, cells)}\n{note}"
 
 

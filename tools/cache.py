@@ -57,7 +57,8 @@ def ls(settings: Settings) -> None:
         used = time.strftime("%Y-%m-%d", time.localtime(entry["last_used"]))
         comes_from = f"from {', '.join(entry['sources'])}" if entry["sources"] else "source gone or changed"
         what = "fetched model" if entry["kind"] == "model" else f"{entry['name']}, {comes_from}"
-        click.echo(f"{format_size(entry['bytes']):>10}  used {used}  {entry['path']}  ({what})")
+        # The path has a line of its own: it is long, and it is there to be copied.
+        click.echo(f"{format_size(entry['bytes']):>10}  used {used}  {what}\n{'':12}{entry['path']}")
     total = sum(entry["bytes"] for entry in entries)
     click.echo(f"{format_size(total):>10}  in {len(entries)} files of {root}")
 

@@ -54,6 +54,7 @@ def examine() -> dict[str, Any]:
     found = survey()
     groups = groups_of(found)
     memory = memory_budget()
+    load = machine.load_average()
     begin = time.monotonic()
     times = machine.CpuTimes.read([core for group in groups for core in group.cores], files)
     ceilings = machine.measure_ceilings(groups)
@@ -75,7 +76,7 @@ def examine() -> dict[str, Any]:
         },
         "memory": {"limit": memory.limit, "available": memory.available, "why": memory.why} if memory else None,
         "huge_pages": machine.huge_page_facts(files),
-        "measured": ceilings.as_dict() | {"steal": round(steal, 4)},
+        "measured": ceilings.as_dict() | {"steal": round(steal, 4), "load": load},
         "cache": _cache_facts(),
         "versions": _versions(),
     }
@@ -121,6 +122,9 @@ def advice(report: dict[str, Any]) -> list[str]:
         )
     if measured["steal"] > _MUCH_STEAL:
         found.append(f"The hypervisor took {measured['steal']:.1%} of the time: measurements here vary by as much.")
+    from coremill.tools.machine import disturbances
+
+    found += [f"{text[0].upper()}{text[1:]}." for text in disturbances(measured["load"], measured)]
     if not report["cache"]["writable"]:
         found.append("The cache folder cannot be written: set COREMILL_CACHE to a folder that can.")
     return found
@@ -180,6 +184,7 @@ def sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
             [
                 ("clock", f"{_range(measured['clock_mhz'])} MHz"),
                 ("steal", f"{measured['steal']:.1%}"),
+                ("load", f"{measured['load']:g} in the minute before"),
                 (
                     "memory read",
                     f"{measured['read_gb_per_s_one_core']} GB/s by one core, {measured['read_gb_per_s_all_cores']} GB/s"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,16 +39,21 @@ def command(settings: Settings, model_name: str | None) -> None:
     if settings["json"]:
         click.echo(json.dumps(report, indent=2))
     else:
-        click.echo("\n".join(text_lines(report)))
+        # In a pipe lines stay whole.
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
+        click.echo("\n".join(text_lines(report, width)))
 
 
-def text_lines(report: dict[str, Any]) -> Iterator[str]:
-    """The report for people. Texts of the model are made harmless to terminals."""
+def text_lines(report: dict[str, Any], width: int = 1 << 16) -> Iterator[str]:
+    """The report for people, in lines of up to `width`. Texts of the model are made harmless to terminals."""
+    wrap = textwrap.TextWrapper(
+        max(40, width), subsequent_indent=" " * 16, break_long_words=False, break_on_hyphens=False
+    )
     for label, text in _rows(report):
-        yield f"{label:<15} {text}".rstrip()
+        yield from wrap.wrap(f"{label:<15} {text}")
     if "layout" in report:
         yield ""
-        yield from layout_lines(report["layout"])
+        yield from layout_lines(report["layout"], width)
 
 
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -106,8 +114,9 @@ def _model_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 _LAYER = re.compile(r"\bblk\.(\d+)\.")
 
 
-def layout_lines(layout: list[dict[str, Any]]) -> Iterator[str]:
-    """A table of tensors. Layers that are packed like the one before are named in one line."""
+def layout_lines(layout: list[dict[str, Any]], width: int = 1 << 16) -> Iterator[str]:
+    """A table of tensors; where that is too wide, two lines and a panel's shape for each. Layers that are packed like
+    the one before are named in one line."""
     header = ("tensor in the file", "rows x k", "format", "packed as", "rows", "panels", "a panel is")
     rows, alike = [header], 0
     groups = _by_layer(layout)
@@ -121,8 +130,22 @@ def layout_lines(layout: list[dict[str, Any]]) -> Iterator[str]:
         for entry in entries:
             rows += _entry_rows(entry)
     widths = [max(len(row[column]) for row in rows if len(row) > 1) for column in range(len(header))]
-    for row in rows:
-        yield "  ".join(map(str.ljust, row, widths[: len(row)])).rstrip()
+    lines = ["  ".join(map(str.ljust, row, widths[: len(row)])).rstrip() for row in rows]
+    if max(map(len, lines)) <= width:
+        yield from lines
+        return
+    for row in rows[1:]:
+        yield from _stacked(row)
+
+
+def _stacked(row: tuple[str, ...]) -> Iterator[str]:
+    if len(row) == 1:
+        yield row[0]
+        return
+    tensor, shape, kind, name, place, panels, panel = row
+    yield f"{tensor}  {shape}  {kind}".rstrip()
+    yield f"    {name}" + (f", {place}: {panels} panels" if panels else "")
+    yield f"    {panel}"
 
 
 def _by_layer(layout: list[dict[str, Any]]) -> list[tuple[str | None, list[dict[str, Any]]]]:

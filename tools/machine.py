@@ -215,6 +215,26 @@ class Ceilings:
         }
 
 
+# Load averages above this share of the cores mean that something else was running.
+_BUSY_SHARE = 0.3
+
+
+def load_average() -> float:
+    """Of the last minute, before we add to it."""
+    return round(os.getloadavg()[0], 2)
+
+
+def disturbances(load: float, ceilings: dict[str, Any]) -> list[str]:
+    """What speaks against figures measured now. ceilings: Ceilings.as_dict()."""
+    found = []
+    if load > max(0.5, _BUSY_SHARE * (os.cpu_count() or 1)):
+        found.append(f"the machine was busy before the measurement (load {load:g}), so that figures are too low")
+    one, every = ceilings["read_gb_per_s_one_core"], ceilings["read_gb_per_s_all_cores"]
+    if every < 0.95 * one and len(ceilings["cores"]) > 1:
+        found.append(f"all cores read {every} GB/s, less than one alone ({one}): something else was running")
+    return found
+
+
 def measure_ceilings(groups: Sequence[CoreGroup], *, seconds: float = 0.25, rounds: int = 1) -> Ceilings:
     """Measures every ceiling `rounds` times, some 5 x `seconds` each, and keeps medians (the best clock)."""
     from coremill.native import lib

@@ -230,3 +230,18 @@ def test_row_seeds_are_uint64_and_distinct():
     seeds = {row_seed(run, f"row-{i}", None) for run in (0, 1, -1) for i in range(1000)}
     assert len(seeds) == 3000 and all(0 <= seed < 2**64 for seed in seeds)
     assert row_seed(0, "a", -1) == 2**64 - 1 and row_seed(5, "a", 3) == 3
+
+
+def test_messages_say_what_to_do():
+    for body, words in [
+        ({"logprobs": 5}, "'logprobs' is 5: coremill takes it only as false; leave it out"),
+        ({"logit_bias": {"1": 2}}, "coremill takes it only as {}"),
+        ({"audio": {"x": 1}}, "coremill has it not"),
+    ]:
+        with pytest.raises(RequestError) as caught:
+            parse_body("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], **body})
+        assert words in caught.value.message
+    with pytest.raises(RequestError, match="at character 2 of the line"):
+        parse_line("{bad json", 1)
+    with pytest.raises(RequestError, match='write "7" with quotes'):
+        parse_line('{"custom_id": 7, "prompt": "x"}', 1)

@@ -114,7 +114,8 @@ def test_columns_line_up():
 
 
 def test_warnings():
-    report = {"machine": {"steal": 0.0}, "one_worker": [{"noise": 0.01}], "all_workers": [{"noise": 0.02}]}
+    calm = {"steal": 0.0, "load": 0.1, "cores": [0, 1], "read_gb_per_s_one_core": 20.0, "read_gb_per_s_all_cores": 30.0}
+    report = {"machine": calm, "one_worker": [{"noise": 0.01}], "all_workers": [{"noise": 0.02}]}
     assert bench._warnings(report) == []
     report["all_workers"].append({"noise": 0.3})
     report["machine"]["steal"] = 0.05
@@ -123,6 +124,10 @@ def test_warnings():
     assert "5.0%" in steal
     assert "decode, 32 x context 700" in left_out
     assert "1 of 3 figures varied by more than 10% between rounds (worst 30%)" in noise
+    report["machine"] = {**calm, "load": 9999.0, "read_gb_per_s_all_cores": 15.0}
+    report["all_workers"] = [{"noise": 0.0, "share": 1.28}]
+    _, load, ceilings, _, share = bench._warnings(report)
+    assert "load 9999" in load and "15.0 GB/s, less than one alone (20.0)" in ceilings and "above 100%" in share
 
 
 def test_options_before_peer_are_not_lost():

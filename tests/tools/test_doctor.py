@@ -114,7 +114,8 @@ def changed(report, part: str, **values) -> dict:
 
 
 def test_advice(report):
-    calm = changed(report, "measured", steal=0.0, on_huge_pages=1.0)
+    calm = changed(report, "measured", steal=0.0, on_huge_pages=1.0, load=0.1)
+    calm["measured"] |= {"read_gb_per_s_one_core": 1.0, "read_gb_per_s_all_cores": 2.0}
     calm = changed(calm, "huge_pages", anonymous="madvise")
     calm["isa"] = calm["isa"] | {"supported": ["avx2", "scalar"], "active": "avx2"}
     assert doctor.advice(calm) == []
@@ -124,6 +125,7 @@ def test_advice(report):
         ("cpu", {"quota": {"cpus": 0.5, "file": "x"}}, "The quota of 0.5 CPUs"),
         ("huge_pages", {"anonymous": "never"}, "huge pages"),
         ("measured", {"steal": 0.1}, "The hypervisor took 10.0%"),
+        ("measured", {"load": 9999.0}, "The machine was busy"),
         ("cache", {"writable": False}, "COREMILL_CACHE"),
     ]:
         (sentence,) = doctor.advice(changed(calm, part, **values))

@@ -188,6 +188,18 @@ def test_prune_by_age_and_everything(model, root):
     assert not list((root / "packs").iterdir()) and not list((root / "models").iterdir())
 
 
+def test_inspect_fits_a_terminal(model):
+    from coremill.tools.inspect import text_lines
+    from coremill.tools.inspect_report import examine
+
+    report = examine(model, layout=True)
+    wide, narrow = ("\n".join(text_lines(report, width)) for width in (1 << 16, 80))
+    assert all(len(line) <= 80 for line in narrow.splitlines() if str(model) not in line and "[" not in line)
+    for text in (wide, narrow):
+        assert all(part["tensor"] in text for entry in report["layout"][:3] for part in entry["parts"])
+    assert "tensor in the file" in wide and "tensor in the file" not in narrow
+
+
 def test_unusable_packs_are_shown(root):
     (root / "packs").mkdir(parents=True)
     (root / "packs" / "00.pack").write_bytes(b"nonsense")
