@@ -63,9 +63,9 @@ def _too_long(request: SequenceRequest, limits: Limits) -> RequestError | None:
     total = len(request.prompt_ids) + request.max_tokens
     asked = f"{len(request.prompt_ids)} prompt tokens and max_tokens {request.max_tokens} make {total} tokens"
     if total > limits.max_length:
-        text = f"{asked}; the longest request is {limits.max_length} tokens (ctx)"
+        text = f"{asked}; the longest request is {limits.max_length} tokens (--ctx)"
         return RequestError("context_length_exceeded", text, "max_tokens")
     if limits.blocks_for(total - 1) > limits.num_blocks:  # the last token is never read
-        text = f"{asked}; the whole KV cache holds {limits.num_blocks * limits.block_tokens} (arena)"
+        text = f"{asked}; the whole KV cache holds {limits.num_blocks * limits.block_tokens} (--arena)"
         return RequestError("arena_too_small", text, "max_tokens")
     return None

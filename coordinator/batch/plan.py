@@ -153,15 +153,18 @@ def plan_lines(plan: Plan, setting: Setting, num_rows: int | None, num_skipped: 
     if num_skipped:
         lines[0] += f"; {num_skipped:,} of those read so far are finished already"
     over = "" if plan.whole else f" (over the first {count_of(plan.num_rows + plan.num_unfit, 'row')})"
-    lines.append(
-        f"tokens: {plan.prompt_tokens:,} in prompts, at most {plan.max_new_tokens:,} to generate{over}; "
-        f"{plan.shared_tokens:,} prompt tokens ({plan.shared_tokens / max(plan.prompt_tokens, 1):.0%}) repeat another "
-        f"row's beginning and are {'computed once' if setting.sharing else 'computed again (--no-prefix-cache)'}"
-    )
+    if plan.num_rows:
+        lines.append(f"tokens: {plan.prompt_tokens:,} in prompts, at most {plan.max_new_tokens:,} to generate{over}")
+    if plan.shared_tokens:
+        share = plan.shared_tokens / plan.prompt_tokens
+        lines[-1] += (
+            f"; {plan.shared_tokens:,} prompt tokens ({share:.0%}) repeat another "
+            f"row's beginning and are {'computed once' if setting.sharing else 'computed again (--no-prefix-cache)'}"
+        )
     lines += _warning_lines(plan, setting, over)
     if setting.memory:
         parts = list(setting.memory)
-        if setting.arena:
+        if setting.arena and plan.num_rows:
             parts.append(("KV cache, as it fills, at most", _kv_bytes(plan, setting)))
         lines.append("memory: " + ", ".join(f"{what} {format_size(size)}" for what, size in parts))
     lines += _group_lines(setting.groups)

@@ -56,11 +56,13 @@ def summary_lines(outcome: Outcome, out: str, errors: str, startup_seconds: floa
     total = progress.prompt_tokens + progress.completion_tokens
     lines.append(
         f"tokens: {progress.prompt_tokens:,} prompt ({progress.cached_tokens:,} cached) + "
-        f"{progress.completion_tokens:,} completion = {total:,}; {total / seconds:,.0f} tokens/s"
+        f"{progress.completion_tokens:,} completion = {total:,}"
     )
     discarded = num_computed - (total - progress.cached_tokens)
     if outcome.stopped is not None and unfinished and discarded > 0:
         lines[-1] += f"; {discarded:,} more of unfinished rows were discarded"
+    elif total:
+        lines[-1] += f"; {total / seconds:,.0f} tokens/s"
     # Rows that never ran have no part in how fast rows run.
     rate = f"; {progress.num_results / seconds:,.1f} rows/s" if progress.num_results else ""
     lines.append(f"time: {format_seconds(progress.seconds)} after {format_seconds(startup_seconds)} to start{rate}")
