@@ -1,48 +1,45 @@
 /* Dots of 8-bit codes without VNNI. What each operation promises is said in dot_scalar.h.
  *
- * vpmaddubsw saturates where both sides use all 8 bits, so codes are widened to int16: a lane's codes 0 and 2 in one
- * register and 1 and 3 in another, which takes no shuffle, and the four codes of the other side in the same order.
+ * vpmaddubsw saturates where both sides use all 8 bits, so codes are widened to int16: a lane's codes 0 and 2 are one
+ * part of a dot and 1 and 3 the other, which takes no shuffle, and so are the four codes of the other side.
  */
 #ifndef CM_DOT_H
 #define CM_DOT_H
 
 #define DOT_FOUR_BYTES 8
+#define DOT_PARTS 2
 
 typedef struct v16i {
     __m256i lo, hi;
 } v16i;
-typedef struct dot_lanes {
-    v16i even, odd;
-} dot_lanes;
-typedef struct dot_four {
-    __m256i even, odd;
-} dot_four;
+typedef v16i dot_lanes;
+typedef __m256i dot_four;
 
 V16_INLINE v16i v16i_set1(int32_t x) { return (v16i){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 V16_INLINE v16 v16i_float(v16i a) { return (v16){_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 
-V16_INLINE dot_lanes dot_load_u8(const uint8_t *p) {
+V16_INLINE dot_lanes dot_load_u8(const uint8_t *p, int part) {
     __m256i lo = _mm256_loadu_si256((const __m256i *)p), hi = _mm256_loadu_si256((const __m256i *)(p + 32));
     __m256i low = _mm256_set1_epi16(0xff);
-    return (dot_lanes){{_mm256_and_si256(lo, low), _mm256_and_si256(hi, low)},
-                       {_mm256_srli_epi16(lo, 8), _mm256_srli_epi16(hi, 8)}};
+    return part == 0 ? (v16i){_mm256_and_si256(lo, low), _mm256_and_si256(hi, low)}
+                     : (v16i){_mm256_srli_epi16(lo, 8), _mm256_srli_epi16(hi, 8)};
 }
-V16_INLINE dot_lanes dot_load_s8(const uint8_t *p) {
+V16_INLINE dot_lanes dot_load_s8(const uint8_t *p, int part) {
     __m256i lo = _mm256_loadu_si256((const __m256i *)p), hi = _mm256_loadu_si256((const __m256i *)(p + 32));
-    return (dot_lanes){{_mm256_srai_epi16(_mm256_slli_epi16(lo, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16(hi, 8), 8)},
-                       {_mm256_srai_epi16(lo, 8), _mm256_srai_epi16(hi, 8)}};
+    if (part == 0) {
+        lo = _mm256_slli_epi16(lo, 8);
+        hi = _mm256_slli_epi16(hi, 8);
+    }
+    return (v16i){_mm256_srai_epi16(lo, 8), _mm256_srai_epi16(hi, 8)};
 }
-V16_INLINE dot_four dot_each(const uint8_t *p) {
-    int32_t pair[2];
-    memcpy(pair, p, 8);
-    return (dot_four){_mm256_set1_epi32(pair[0]), _mm256_set1_epi32(pair[1])};
+V16_INLINE dot_four dot_each(const uint8_t *p, int part) {
+    int32_t pair;
+    memcpy(&pair, p + 4 * part, 4);
+    return _mm256_set1_epi32(pair);
 }
 V16_INLINE v16i dot_u8s8(v16i sum, dot_lanes a, dot_four b) {
-    sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.even.lo, b.even));
-    sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.even.hi, b.even));
-    sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.odd.lo, b.odd));
-    sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.odd.hi, b.odd));
-    return sum;
+    return (v16i){_mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.lo, b)),
+                  _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b))};
 }
 V16_INLINE v16i dot_s8u8(v16i sum, dot_lanes a, dot_four b) { return dot_u8s8(sum, a, b); }
 

@@ -3,6 +3,7 @@
 #define CM_DOT_H
 
 #define DOT_FOUR_BYTES 4
+#define DOT_PARTS 1
 
 typedef __m512i v16i;
 typedef __m512i dot_lanes;
@@ -11,9 +12,12 @@ typedef __m512i dot_four;
 V16_INLINE v16i v16i_set1(int32_t x) { return _mm512_set1_epi32(x); }
 V16_INLINE v16 v16i_float(v16i a) { return _mm512_cvtepi32_ps(a); }
 
-V16_INLINE dot_lanes dot_load_u8(const uint8_t *p) { return _mm512_loadu_si512(p); }
-V16_INLINE dot_lanes dot_load_s8(const uint8_t *p) { return _mm512_loadu_si512(p); }
-V16_INLINE dot_four dot_each(const uint8_t *p) {
+V16_INLINE dot_lanes dot_load_u8(const uint8_t *p, int part) {
+    (void)part;
+    return _mm512_loadu_si512(p); }
+V16_INLINE dot_lanes dot_load_s8(const uint8_t *p, int part) { return dot_load_u8(p, part); }
+V16_INLINE dot_four dot_each(const uint8_t *p, int part) {
+    (void)part;
     int32_t four;
     memcpy(&four, p, 4);
     return _mm512_set1_epi32(four);

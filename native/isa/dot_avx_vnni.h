@@ -3,6 +3,7 @@
 #define CM_DOT_H
 
 #define DOT_FOUR_BYTES 4
+#define DOT_PARTS 1
 
 typedef struct v16i {
     __m256i lo, hi;
@@ -13,11 +14,13 @@ typedef __m256i dot_four;
 V16_INLINE v16i v16i_set1(int32_t x) { return (v16i){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 V16_INLINE v16 v16i_float(v16i a) { return (v16){_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 
-V16_INLINE dot_lanes dot_load_u8(const uint8_t *p) {
+V16_INLINE dot_lanes dot_load_u8(const uint8_t *p, int part) {
+    (void)part;
     return (v16i){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
 }
-V16_INLINE dot_lanes dot_load_s8(const uint8_t *p) { return dot_load_u8(p); }
-V16_INLINE dot_four dot_each(const uint8_t *p) {
+V16_INLINE dot_lanes dot_load_s8(const uint8_t *p, int part) { return dot_load_u8(p, part); }
+V16_INLINE dot_four dot_each(const uint8_t *p, int part) {
+    (void)part;
     int32_t four;
     memcpy(&four, p, 4);
     return _mm256_set1_epi32(four);

@@ -7,6 +7,7 @@
 #define CM_DOT_H
 
 #define DOT_FOUR_BYTES 4 /* of 4 codes as dot_each reads them */
+#define DOT_PARTS 1      /* of a dot: loads and sums are made part by part, which leaves registers free */
 
 typedef struct v16i {
     int32_t lane[16];
@@ -32,13 +33,15 @@ V16_INLINE v16 v16i_float(v16i a) { /* lanes below 2^24 in size, so exact */
 }
 
 /* 64 codes: lane l has codes 4 l to 4 l + 3. */
-V16_INLINE dot_lanes dot_load_u8(const uint8_t *p) {
+V16_INLINE dot_lanes dot_load_u8(const uint8_t *p, int part) {
+    (void)part;
     dot_lanes out;
     memcpy(out.code, p, 64);
     return out;
 }
-V16_INLINE dot_lanes dot_load_s8(const uint8_t *p) { return dot_load_u8(p); }
-V16_INLINE dot_four dot_each(const uint8_t *p) {
+V16_INLINE dot_lanes dot_load_s8(const uint8_t *p, int part) { return dot_load_u8(p, part); }
+V16_INLINE dot_four dot_each(const uint8_t *p, int part) {
+    (void)part;
     dot_four out;
     memcpy(out.code, p, 4);
     return out;
