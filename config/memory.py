@@ -27,6 +27,9 @@ ARENA_SHARE = 0.5
 WORKER_BYTES = 32 << 20
 BASE_BYTES = 96 << 20
 
+# What is free differs by some megabytes from one start to the next: page cache and kernel memory count as used.
+SUGGESTION_SLACK = 8 << 20
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -171,7 +174,8 @@ def _too_little(need: MemoryNeed, wanted: int | None, memory: MemoryBudget) -> s
 
 
 def _fitting(need: MemoryNeed, wanted: int | None, memory: MemoryBudget) -> list[str]:
-    """Each of these options alone makes the plan fit."""
+    """Each of these options alone makes the plan fit, also when a little less is free at the next start."""
+    memory = replace(memory, available=memory.available - SUGGESTION_SLACK)
     options = []
     left = _left(need, memory, 1)
     if left >= (need.longest if wanted is None else need.block_bytes):

@@ -155,7 +155,7 @@ def test_one_request_does_not_fit():
     assert str(error.value) == (
         "not enough memory: weights 1 GiB + 2 x 50 MiB for workers + 96 MiB for the coordinator + 128 MiB of KV cache "
         "(one request of ctx 4096) = 1.316 GiB, but 1.387 GiB are free of 64 GiB (memory of the machine); without "
-        "--arena, requests get 50% of what the rest leaves; this would fit: --arena 200M, or --ctx 3200"
+        "--arena, requests get 50% of what the rest leaves; this would fit: --arena 192M, or --ctx 3072"
     )
     assert plan_arena(need(), 200 * MIB, memory) == 200 * MIB
     assert plan_arena(replace(need(), blocks_per_request=100), None, memory) == 100 * MIB
@@ -165,7 +165,7 @@ def test_fewer_workers_may_fit():
     memory = budget(FIXED + 230 * MIB)
     with pytest.raises(ConfigError) as error:
         plan_arena(need(), None, memory)
-    assert suggestions(str(error.value)) == ["--arena 230M", "--ctx 3680", "--workers 1"]
+    assert suggestions(str(error.value)) == ["--arena 222M", "--ctx 3552", "--workers 1"]
     assert plan_arena(need(1), None, memory) >= 128 * MIB
 
 
@@ -173,7 +173,7 @@ def test_the_arena_asked_for_does_not_fit():
     memory = budget(FIXED + 140 * MIB)
     with pytest.raises(ConfigError, match=r"180 MiB of KV cache \(the arena asked for\) = .* but .* are free") as error:
         plan_arena(need(), 180 * MIB, memory)
-    assert suggestions(str(error.value)) == ["--arena 140M", "--workers 1"]
+    assert suggestions(str(error.value)) == ["--arena 132M", "--workers 1"]
 
 
 def test_nothing_fits():
