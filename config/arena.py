@@ -30,6 +30,12 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
+def head_bytes(kv_type: str, head_dim: int) -> int:
+    """Bytes that a block has for one KV head of one layer."""
+    element, scale = _BYTES[kv_type]
+    return 2 * BLOCK_TOKENS * (head_dim * element + scale)
+
+
 @dataclass(frozen=True, slots=True)
 class ArenaGeometry:
     """Sizes of an arena; both sides compute every address from it. All sizes in bytes are multiples of 64."""
@@ -60,8 +66,7 @@ class ArenaGeometry:
 
     @property
     def head_bytes(self) -> int:
-        element, scale = _BYTES[self.kv_type]
-        return 2 * self.block_tokens * (self.head_dim * element + scale)
+        return head_bytes(self.kv_type, self.head_dim)
 
     @property
     def layer_bytes(self) -> int:

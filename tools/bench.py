@@ -171,15 +171,16 @@ def _bench_model(
         "architecture": spec.architecture,
         "weight_bytes": pack.data_length,
         "key": pack.key,
+        "kv": settings["kv"],
     }
     gemm = GemmRates(ceilings.cores[0], machine.active_isa())
     say("measuring matrix products ...")
     report["gemm"] = gemm_table(pack, gemm, ceilings, _GEMM_TOKENS[:3] if quick else _GEMM_TOKENS)
     chosen = cases(spec.context_length, settings["step_tokens"], quick=quick)
-    chosen, report["left_out"] = _fitting(chosen, pack, len(groups))
+    chosen, report["left_out"] = _fitting(chosen, pack, len(groups), settings["kv"])
     say("measuring steps of one worker ...")
     limits, report["one_worker"] = machine.on_cores(
-        ceilings.cores[:1], lambda: _one_worker(pack, chosen, gemm, ceilings, rounds, quick, say)
+        ceilings.cores[:1], lambda: _one_worker(pack, chosen, gemm, ceilings, settings, rounds, say)
     )[0]
     report["all_workers"] = _all_workers(pack, chosen, groups, limits, ceilings, settings, rounds, say)
 
@@ -198,7 +199,7 @@ def cases(context_length: int, step_tokens: int, *, quick: bool) -> list[Case]:
     return found
 
 
-def _fitting(chosen: Sequence[Case], pack: PackFile, num_workers: int) -> tuple[list[Case], list[str]]:
+def _fitting(chosen: Sequence[Case], pack: PackFile, num_workers: int, kv: str) -> tuple[list[Case], list[str]]:
     """Cases whose KV cache fits half of the memory that the weights leave, and the labels of the others."""
     from coremill.config.arena import ArenaGeometry
     from coremill.config.memory import ARENA_SHARE, memory_budget
@@ -207,7 +208,7 @@ def _fitting(chosen: Sequence[Case], pack: PackFile, num_workers: int) -> tuple[
     memory = memory_budget()
     if memory is None:
         return list(chosen), []
-    room = (memory.available - pack.data_length) * ARENA_SHARE / ArenaGeometry.for_model(pack.spec, 1).block_bytes
+    room = (memory.available - pack.data_length) * ARENA_SHARE / ArenaGeometry.for_model(pack.spec, 1, kv).block_bytes
     fits = [case for case in chosen if arena_blocks([case], num_workers) <= room]
     return fits, [case.label for case in chosen if case not in fits]
 
@@ -247,20 +248,21 @@ def _one_worker(
     chosen: Sequence[Case],
     gemm: Any,
     ceilings: Ceilings,
+    settings: Settings,
     rounds: int,
-    quick: bool,
     say: Callable[[str], None],
 ) -> tuple[StepLimits, list[dict[str, Any]]]:
     from coremill.tools.bench_limits import StepLimits
     from coremill.tools.bench_steps import StepBench, measure_steps, step_report
 
-    bench = StepBench(pack, chosen, StepBench.blocks_needed(chosen))
+    bench = StepBench(pack, chosen, StepBench.blocks_needed(chosen), settings["kv"])
     try:
-        results = measure_steps(bench, chosen, rounds, _QUICK_STEP_SECONDS if quick else _STEP_SECONDS)
+        seconds = _QUICK_STEP_SECONDS if settings["quick"] else _STEP_SECONDS
+        results = measure_steps(bench, chosen, rounds, seconds)
         plan = bench.model.plan
     finally:
         bench.close()
-    limits = StepLimits.measured(pack, plan, gemm, ceilings, _CEILING_SECONDS)
+    limits = StepLimits.measured(pack, plan, gemm, ceilings, _CEILING_SECONDS, settings["kv"])
     reports = []
     for case, result in zip(chosen, results, strict=True):
         reports.append(step_report(case, result, limits))
@@ -282,7 +284,7 @@ def _all_workers(
 
     say(f"measuring the engine with {len(groups)} workers ...")
     rates: list[list[float]] = [[] for _ in chosen]
-    with EngineBench(pack.path, pack.spec, groups, chosen, settings["step_tokens"]) as engine:
+    with EngineBench(pack.path, pack.spec, groups, chosen, settings["step_tokens"], settings["kv"]) as engine:
         for _ in range(rounds):
             for case, column in zip(chosen, rates, strict=True):
                 column.append(engine.run(case))

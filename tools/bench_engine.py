@@ -33,14 +33,16 @@ class EngineBench:
     """A running engine with room for the largest case, `groups` its workers."""
 
     def __init__(
-        self, pack_path: Path, spec: Any, groups: Sequence[CoreGroup], cases: Sequence[Case], step_tokens: int
+        self, pack_path: Path, spec: Any, groups: Sequence[CoreGroup], cases: Sequence[Case], step_tokens: int, kv: str
     ):
         from coremill.coordinator.engine import Engine
 
         max_active = max(_PREFILL_PROMPTS, *(case.num_sequences for case in cases))
         ctx = max(case.context for case in cases) + _room(cases)
-        arena = arena_blocks(cases, len(groups)) * ArenaGeometry.for_model(spec, 1).block_bytes
-        config = EngineConfig(max_active=max_active, ctx=ctx, arena=arena, step_tokens=step_tokens, prefix_cache=False)
+        arena = arena_blocks(cases, len(groups)) * ArenaGeometry.for_model(spec, 1, kv).block_bytes
+        config = EngineConfig(
+            max_active=max_active, ctx=ctx, arena=arena, kv=kv, step_tokens=step_tokens, prefix_cache=False
+        )
         self.num_workers = len(groups)
         self._room = _room(cases)
         # Without stop ids every sequence runs until it is cancelled.

@@ -4,7 +4,8 @@ An operation's limit is the larger of its arithmetic and its memory traffic, eac
 
     matrix product   multiply-adds at the rate of its format's own kernel, weights and activations hot in L1;
                      weights at the rate of streaming memory
-    attention        float multiply-adds at the bare FMA rate; keys and values at the rate of streaming memory
+    attention        float multiply-adds at the bare FMA rate, with q8 those of bare 8-bit dots; keys and values at
+                     the rate of streaming memory
     row operations   bytes read and written at the rate of the L2 cache
     sampling, tables nothing
 
@@ -14,9 +15,10 @@ A step's limit is the sum of its operations' limits: nothing overlaps between tw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from coremill.config.arena import BLOCK_TOKENS, head_bytes
 from coremill.config.formats import FORMATS, PANEL_ROWS
 from coremill.tools.machine import Ceilings, bandwidth, on_cores
 
@@ -30,8 +32,6 @@ _HOT_N, _HOT_KS = 128, (512, 1536)
 # Tokens with which a kernel's full tiles are in use; which is best depends on the tile.
 _FULL_TOKENS = (8, 12, 16)
 _L2_BYTES = 256 << 10
-# Bytes of f16 keys and values per token, KV head and element.
-_KV_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,8 @@ class StepLimits:
     Attributes:
         read: bytes per second that this core gets when streaming as many bytes as the model's weights.
         l2: the same for bytes that stay in L2.
-        fma: float multiply-adds per second.
+        attention: multiply-adds per second of attention's kind, floats or 8-bit integers.
+        kv: type of the KV cache.
         busy: the share of its own best rate that arithmetic keeps while the other cores compute too.
     """
 
@@ -137,16 +138,20 @@ class StepLimits:
     gemm: GemmRates
     read: float
     l2: float
-    fma: float
+    attention: float
+    kv: str = "f16"
     busy: float = 1.0
 
     @classmethod
-    def measured(cls, pack: PackFile, plan: Plan, gemm: GemmRates, ceilings: Ceilings, seconds: float) -> StepLimits:
+    def measured(
+        cls, pack: PackFile, plan: Plan, gemm: GemmRates, ceilings: Ceilings, seconds: float, kv: str
+    ) -> StepLimits:
         """Limits of a core that has the machine to itself."""
         weights = -(-pack.data_length >> 20) << 20
         read, _ = bandwidth([gemm.core], min(weights, 1 << 30), seconds)
         l2, _ = bandwidth([gemm.core], _L2_BYTES, seconds / 4)
-        return cls(pack, plan, gemm, read, l2, ceilings.fma_macs_one)
+        attention = ceilings.fma_macs_one if kv == "f16" else ceilings.dot_macs_one
+        return cls(pack, plan, gemm, read, l2, attention, kv)
 
     def with_all_busy(self, ceilings: Ceilings, seconds: float) -> StepLimits:
         """Limits of each core while all work on the same kind of step."""
@@ -154,7 +159,7 @@ class StepLimits:
         num_cores = len(ceilings.cores)
         read, _ = bandwidth(ceilings.cores, min(weights, (8 << 30) // num_cores >> 12 << 12), seconds)
         busy = min(1.0, sum(ceilings.dot_macs) / num_cores / ceilings.dot_macs_one)
-        return StepLimits(self.pack, self.plan, self.gemm, read / num_cores, self.l2, self.fma, busy)
+        return replace(self, read=read / num_cores, busy=busy)
 
     def seconds(self, op: Op, shape: StepShape) -> float:
         """The least time of one operation of a step."""
@@ -181,8 +186,9 @@ class StepLimits:
         # score and one for the sum.
         seen = sum(rows * end - rows * (rows - 1) // 2 for rows, end in spans)
         macs = 2 * seen * op.heads[0] * spec.head_dim
-        num_bytes = sum(end for _, end in spans) * spec.num_kv_heads * spec.head_dim * _KV_BYTES
-        return max(macs / (self.fma * self.busy), num_bytes / self.read)
+        block = spec.num_kv_heads * head_bytes(self.kv, spec.head_dim)
+        num_bytes = sum(end for _, end in spans) * block / BLOCK_TOKENS
+        return max(macs / (self.attention * self.busy), num_bytes / self.read)
 
     def _row_bytes(self, op: Op, rows: int, outputs: int) -> float:
         spec, buffers = self.pack.spec, self.plan.buffers

@@ -53,13 +53,13 @@ class StepBench:
     """A model in this process with room for the largest case. Everything runs on the calling thread, which the
     caller has pinned."""
 
-    def __init__(self, pack: PackFile, cases: Sequence[Case], num_blocks: int) -> None:
+    def __init__(self, pack: PackFile, cases: Sequence[Case], num_blocks: int, kv: str) -> None:
         import os
 
         from coremill.native.arena import create_arena, map_arena
         from coremill.worker.model import WorkerModel
 
-        geometry = ArenaGeometry.for_model(pack.spec, num_blocks)
+        geometry = ArenaGeometry.for_model(pack.spec, num_blocks, kv)
         fd = create_arena(geometry)
         self._arena = map_arena(fd, geometry)
         os.close(fd)

@@ -1,5 +1,6 @@
 """`coremill bench`: what is counted, what a limit is, and one short run over the default model."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +61,7 @@ def limits():
     pack = SimpleNamespace(
         matrices={"m": matrix(32, 100, (32, Q4_1))}, spec=SimpleNamespace(head_dim=8, num_kv_heads=2)
     )
-    return StepLimits(pack, plan, FakeGemm(), read=1000.0, l2=100.0, fma=10.0)
+    return StepLimits(pack, plan, FakeGemm(), read=1000.0, l2=100.0, attention=10.0)
 
 
 def test_limits_of_operations(limits):
@@ -80,13 +81,15 @@ def test_limits_of_operations(limits):
 
 def test_memory_limits_when_arithmetic_is_cheap(limits):
     _, gemm, attention, *_ = limits.plan.ops
-    slow_memory = StepLimits(limits.pack, limits.plan, limits.gemm, read=1.0, l2=100.0, fma=1e9)
+    slow_memory = StepLimits(limits.pack, limits.plan, limits.gemm, read=1.0, l2=100.0, attention=1e9)
     assert slow_memory.seconds(gemm, decode_shape(1, 0)) == 3200
     assert slow_memory.seconds(attention, decode_shape(2, 9)) == 2 * 10 * 2 * 8 * 4
+    # A byte an element, and two scales of two bytes.
+    assert replace(slow_memory, kv="q8").seconds(attention, decode_shape(2, 9)) == 2 * 10 * 2 * (8 * 2 + 4)
 
 
 def test_busy_neighbours_slow_arithmetic(limits):
-    half = StepLimits(limits.pack, limits.plan, limits.gemm, limits.read, limits.l2, limits.fma, busy=0.5)
+    half = replace(limits, busy=0.5)
     shape = StepShape(((3, 10), (1, 5)), 1)
     assert half.seconds(limits.plan.ops[1], shape) == 2 * limits.seconds(limits.plan.ops[1], shape)
 

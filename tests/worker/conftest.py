@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coremill.config.arena import ArenaGeometry, blocks_for
+from coremill.config.arena import KV_TYPES, ArenaGeometry, blocks_for
 from coremill.native.arena import create_arena, map_arena
 from coremill.native.packfile import PackFile, open_pack
 from coremill.worker.model import SampleSpec, WorkerModel
@@ -168,10 +168,12 @@ def reference_logits(model: TinyModel, tokens: list[int], angles: np.ndarray, ma
 class Harness:
     """A WorkerModel with an arena of its own, and sequences that find their blocks there."""
 
-    def __init__(self, pack: PackFile, *, num_blocks: int = 64, max_step_tokens: int = 64, **options) -> None:
+    def __init__(
+        self, pack: PackFile, *, num_blocks: int = 64, max_step_tokens: int = 64, kv: str = "f16", **options
+    ) -> None:
         import os
 
-        self.geometry = ArenaGeometry.for_model(pack.spec, num_blocks)
+        self.geometry = ArenaGeometry.for_model(pack.spec, num_blocks, kv)
         fd = create_arena(self.geometry)
         self.arena = map_arena(fd, self.geometry)
         os.close(fd)
@@ -221,6 +223,11 @@ class Harness:
             done = end
             tokens += [o.token for o in out]
         return tokens[len(prompt) :]
+
+
+@pytest.fixture(params=KV_TYPES)
+def kv(request) -> str:
+    return request.param
 
 
 @pytest.fixture

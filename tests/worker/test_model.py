@@ -40,6 +40,14 @@ def test_logits_are_those_of_an_independent_forward_pass(tiny, harness, expected
     assert_close(harness(model.pack, all_logits=True).logits(tokens), reference)
 
 
+def test_q8_logits_are_near_those_of_an_independent_forward_pass(tiny, harness, expected):
+    """Two random layers; 8 bits of keys, values, queries and weights cost some hundredths of the logits' spread."""
+    model = tiny(head_dim=32)
+    reference = expected(model, TOKENS, plain_angles(len(TOKENS), model.shape.rope_dim))
+    got = harness(model.pack, all_logits=True, kv="q8").logits(TOKENS)
+    assert np.abs(got - reference).mean() < 0.02 * reference.std()
+
+
 def test_head_sizes_without_kernels_are_refused(tiny, harness):
     with pytest.raises(UnsupportedModelError, match="heads of 20 elements"):
         harness(tiny(head_dim=20).pack)
@@ -69,22 +77,22 @@ def test_rope_scalings(tiny, harness, expected):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [1, 7, 32, 64])
-def test_chunks_and_threads_do_not_show(tiny, harness, threads, chunk):
+def test_chunks_and_threads_do_not_show(tiny, harness, kv, threads, chunk):
     pack = tiny(bias=True).pack
-    whole = harness(pack, all_logits=True).logits(TOKENS)
-    again = harness(pack, all_logits=True, threads=threads).logits(TOKENS, chunk)
+    whole = harness(pack, all_logits=True, kv=kv).logits(TOKENS)
+    again = harness(pack, all_logits=True, kv=kv, threads=threads).logits(TOKENS, chunk)
     assert whole.tobytes() == again.tobytes()
 
 
-def test_batch_mates_do_not_show(tiny, harness):
+def test_batch_mates_do_not_show(tiny, harness, kv):
     """Mixed prefill and decode of five sequences give what each gives alone."""
     pack = tiny().pack
     prompts = [TOKENS[i : i + n] for i, n in enumerate((1, 31, 32, 33, 50))]
     samples = [SampleSpec(), SampleSpec(1.0, seed=5), SampleSpec(0.7, 0.9, 20, 0.01, 6), SampleSpec(), SampleSpec(2.0)]
-    alone = harness(pack)
+    alone = harness(pack, kv=kv)
     lone = [alone.generate(p, 12, sample=s) for p, s in zip(prompts, samples, strict=True)]
 
-    together = harness(pack, threads=2)
+    together = harness(pack, threads=2, kv=kv)
     tokens, done = [list(p) for p in prompts], [0] * 5
     blocks = [together.blocks(len(p) + 12) for p in prompts]
     while any(len(t) < len(p) + 12 for t, p in zip(tokens, prompts, strict=True)):
@@ -117,15 +125,15 @@ def test_greedy_is_the_best_logit_and_logits_steps_sample_too(tiny, harness):
     assert rows[:10].tobytes() == logits[:10].tobytes() and rows[10:].tobytes() == logits[:20].tobytes()
 
 
-def test_blocks_hold_everything(tiny, harness):
+def test_blocks_hold_everything(tiny, harness, kv):
     """A sequence goes on from its blocks alone: in another model object over the same arena."""
     pack = tiny().pack
-    first = harness(pack)
+    first = harness(pack, kv=kv)
     whole = first.generate(TOKENS[:40], 10)
     blocks = first.blocks(60)
     (out,) = first.step((TOKENS[:40], 0, blocks, SampleSpec()))
     assert out.token == whole[0]
-    other = harness(pack)
+    other = harness(pack, kv=kv)
     other.model.close()
     other.model = type(first.model)(pack, first.arena, max_step_tokens=64)
     (out,) = other.step((whole[:3], 40, blocks, SampleSpec()))
@@ -133,8 +141,8 @@ def test_blocks_hold_everything(tiny, harness):
 
 
 @pytest.mark.parametrize("count", [0, 1, 13, 31, 32])
-def test_a_copied_block_goes_on_as_the_original_would(tiny, harness, count):
-    h = harness(tiny().pack)
+def test_a_copied_block_goes_on_as_the_original_would(tiny, harness, kv, count):
+    h = harness(tiny().pack, kv=kv)
     whole = h.generate(TOKENS[:70], 3)
     source, target = h.blocks(64), h.blocks(80)
     h.step((TOKENS[:32] + TOKENS[40:72], 0, source, None))  # its second block has other tokens than ours, but for

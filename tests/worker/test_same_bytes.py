@@ -30,11 +30,11 @@ def prompts(repo_root: Path) -> list[list[int]]:
 
 
 @pytest.fixture
-def generate(pack, prompts, harness):
+def generate(pack, prompts, harness, kv):
     """generate(chunk, **options) -> tokens of the three prompts, one after the other."""
 
     def run(chunk: int = 64, **options) -> list[list[int]]:
-        h = harness(pack, max_step_tokens=64, **options)
+        h = harness(pack, max_step_tokens=64, kv=kv, **options)
         return [h.generate(prompts[i], COUNT, chunk, SAMPLES[i]) for i in range(3)]
 
     return run
@@ -50,9 +50,9 @@ def test_chunks_and_threads(generate, undisturbed, chunk, threads):
     assert generate(chunk, threads=threads) == undisturbed
 
 
-def test_batch_mates(pack, prompts, harness, undisturbed):
+def test_batch_mates(pack, prompts, harness, kv, undisturbed):
     """All three at once, with thirteen other sequences in the same steps."""
-    h = harness(pack, num_blocks=128)
+    h = harness(pack, num_blocks=128, kv=kv)
     tokens = [list(p) for p in prompts] + [[17 * i + 3] for i in range(13)]
     samples = SAMPLES + [SampleSpec(1.0, seed=i) for i in range(13)]
     ends = [len(t) + COUNT for t in tokens]
@@ -74,14 +74,14 @@ def test_batch_mates(pack, prompts, harness, undisturbed):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_instruction_sets(pack, prompts, harness, undisturbed, isa):
+def test_instruction_sets(pack, prompts, harness, kv, undisturbed, isa):
     """All three prompts; for scalar, which is slow, one that crosses a block."""
     before = ffi.string(lib.cm_isa_active()).decode()
     cut = prompts[2][:34]
-    fast = harness(pack).generate(cut, 3, sample=SAMPLES[1])
+    fast = harness(pack, kv=kv).generate(cut, 3, sample=SAMPLES[1])
     try:
         select_isa(isa)
-        h = harness(pack, max_step_tokens=64)
+        h = harness(pack, max_step_tokens=64, kv=kv)
     finally:
         select_isa(before)  # a model keeps the kernels it was made with
     assert h.generate(cut, 3, sample=SAMPLES[1]) == fast
