@@ -10,7 +10,7 @@
 #include "kernels.h"
 
 enum { VOCAB = 50, HIDDEN = 32, HEADS = 4, KV_HEADS = 2, HEAD_DIM = 8, FFN = 48, BLOCKS = 12, MAX_ROWS = 40, MAX_SEQS = 5 };
-enum { QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM, BLOCK_BYTES = KV_HEADS * HEAD_DIM * 128 };
+enum { QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM };
 
 static uint32_t state = 1;
 
@@ -113,13 +113,13 @@ static void make_model(void) {
     assert(weights_used <= 1 << 17);
 }
 
-static cm_engine *make_engine(uint8_t *arena, int threads, uint64_t *progress) {
+static cm_engine *make_engine(uint8_t *arena, size_t arena_len, int kv_type, int threads, uint64_t *progress) {
     cm_engine_config config = {
         .weights = weights, .weights_len = weights_used, .ops = ops, .buffers = buffers, .matrices = matrices,
         .vectors = vectors, .num_ops = sizeof ops / sizeof ops[0], .num_buffers = NUM_BUFFERS,
         .num_matrices = NUM_MATRICES, .num_vectors = 2, .vocab_size = VOCAB, .max_positions = 128,
         .max_step_tokens = MAX_ROWS, .max_sequences = MAX_SEQS, .all_logits = 1, .arena = arena,
-        .arena_len = BLOCKS * BLOCK_BYTES, .num_blocks = BLOCKS, .num_layers = 1, .num_kv_heads = KV_HEADS,
+        .arena_len = arena_len, .kv_type = kv_type, .num_blocks = BLOCKS, .num_layers = 1, .num_kv_heads = KV_HEADS,
         .head_dim = HEAD_DIM, .rope_dim = HEAD_DIM, .inv_freq = inv_freq, .rope_magnitude = 1, .threads = threads,
         .progress = progress, .profile = 1,
     };
@@ -135,11 +135,12 @@ static cm_engine *make_engine(uint8_t *arena, int threads, uint64_t *progress) {
 
 /* Sequences that grow by random numbers of rows until their two blocks are full. Everything a step gives is
  * appended to `out`. */
-static size_t run(int threads, int seed, cm_step_result *out) {
-    uint8_t *arena = aligned_alloc(64, BLOCKS * BLOCK_BYTES);
-    memset(arena, 0xff, BLOCKS * BLOCK_BYTES); /* NaN until a block is first used */
+static size_t run(int kv_type, int threads, int seed, cm_step_result *out) {
+    size_t arena_len = BLOCKS * KV_HEADS * cm_kv_head_bytes(kv_type, HEAD_DIM);
+    uint8_t *arena = aligned_alloc(64, arena_len);
+    memset(arena, 0xff, arena_len); /* NaN until a block is first used */
     uint64_t progress = 0;
-    cm_engine *engine = make_engine(arena, threads, &progress);
+    cm_engine *engine = make_engine(arena, arena_len, kv_type, threads, &progress);
     int32_t done[MAX_SEQS] = {0}, active = MAX_SEQS;
     size_t num_out = 0, num_steps = 0;
     state = (uint32_t)seed;
@@ -181,15 +182,15 @@ static size_t run(int threads, int seed, cm_step_result *out) {
     return num_out;
 }
 
-static void test_steps(void) {
+static void test_steps(int kv_type) {
     static cm_step_result alone[1000], together[1000];
     for (int seed = 1; seed <= 3; seed++) {
-        size_t count = run(1, seed, alone);
+        size_t count = run(kv_type, 1, seed, alone);
         assert(count > 20);
         for (size_t i = 0; i < count; i++)
             assert(alone[i].status == CM_SAMPLE_OK && alone[i].token >= 0 && alone[i].token < VOCAB);
         for (int threads = 2; threads <= 4; threads++) {
-            assert(run(threads, seed, together) == count);
+            assert(run(kv_type, threads, seed, together) == count);
             assert(memcmp(alone, together, count * sizeof alone[0]) == 0);
         }
     }
@@ -219,7 +220,8 @@ int main(void) {
     for (int isa = 0; isa < cm_isa_count(); isa++)
         if (cm_isa_supported(isa)) {
             assert(cm_isa_select(cm_isa_name(isa), err, sizeof err) == isa);
-            test_steps();
+            test_steps(cm_kv_type("f16"));
+            test_steps(cm_kv_type("q8"));
             test_sampling_edges();
         }
     free(weights);
