@@ -1,5 +1,5 @@
 # make demo   from nothing to results: environment, build, model, an example file of prompts
-# make test   what tests need, then all of them
+# make test   what tests need, then all of them: test-suite, test-masked, ctest
 # make dev    editable install for work on coremill; afterwards `make native` rebuilds the C side in seconds
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ BUILD := build/editable
 # Everything that ends up in the wheel or in the extension module.
 SOURCES := pyproject.toml $(shell find top config native worker coordinator tools -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo test dev native ctest lint clean
+.PHONY: demo test test-suite test-masked dev native ctest lint clean
 .DELETE_ON_ERROR:
 # Every step changes the one environment; two pips at once would trip over each other.
 .NOTPARALLEL:
@@ -24,8 +24,14 @@ demo: $(VENV)/.installed
 	@echo "Now yours:  . $(VENV)/bin/activate"
 	@echo "            coremill run prompts.jsonl -m model.gguf -o results.jsonl   (docs/batch.md)"
 
-test: $(VENV)/.installed-test
+test: test-suite test-masked ctest
+
+test-suite: $(VENV)/.installed-test
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# Kernels, engine and model again on each path that this CPU can take when features are missing.
+test-masked: $(VENV)/.installed-test
+	$(PY) tests/masked.py
 
 dev: $(VENV)/.dev
 
@@ -70,7 +76,9 @@ native: $(VENV)/.dev
 
 # The C side's own tests, plain and under the address and undefined behaviour sanitizers.
 ctest: $(VENV)/.installed-test
-	$(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -S native -B build/ctest -DCOREMILL_BUILD_CTESTS=ON
-	$(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -S native -B build/ctest-sanitize -DCOREMILL_BUILD_CTESTS=ON -DCOREMILL_SANITIZE=ON
-	for tree in build/ctest build/ctest-sanitize; do \
-	  $(VENV)/bin/cmake --build $$tree && $(VENV)/bin/ctest --test-dir $$tree --output-on-failure || exit 1; done
+	for kind in plain sanitize; do \
+	  sanitize=OFF; [ $$kind = plain ] || sanitize=ON; \
+	  $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -S native -B build/ctest-$$kind \
+	    -DCOREMILL_BUILD_CTESTS=ON -DCOREMILL_SANITIZE=$$sanitize && \
+	  $(VENV)/bin/cmake --build build/ctest-$$kind && \
+	  $(VENV)/bin/ctest --test-dir build/ctest-$$kind --output-on-failure || exit 1; done

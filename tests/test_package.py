@@ -171,10 +171,11 @@ def test_every_supported_isa_can_be_forced():
 @pytest.mark.parametrize(
     ("mask", "gone"),
     [
-        ("avx512vnni", {"avx512_vnni"}),
-        ("avx512f,avxvnni", {"avx512_vnni", "avx_vnni"}),
+        *((feature, {"avx512_vnni"}) for feature in ("avx512vnni", "avx512dq", "avx512vl", "avx512bw", "avx512f")),
+        ("avxvnni", {"avx_vnni"}),
         ("bmi2", {"avx_vnni", "avx2"}),
-        ("avx2", {"avx512_vnni", "avx_vnni", "avx2"}),
+        *((feature, {"avx512_vnni", "avx_vnni", "avx2"}) for feature in ("f16c", "fma", "avx2")),
+        ("avx512f,avxvnni", {"avx512_vnni", "avx_vnni"}),
     ],
 )
 def test_masked_features_take_their_isas_away(mask, gone):
