@@ -21,6 +21,7 @@ from coremill.config.arena import BLOCK_TOKENS
 from coremill.config.engine import EngineConfig
 from coremill.config.errors import ConfigError, RequestError
 from coremill.config.fingerprint import NUMERICS_VERSION, system_fingerprint, text_digest
+from coremill.config.outputs import check_replaceable
 from coremill.config.request import GenerationRequest, SamplingParams
 from coremill.config.topology import CoreGroup, discover
 from coremill.coordinator.batch.feeder import Prepare, Rules
@@ -45,6 +46,8 @@ MIN_WINDOW_ROWS_IN_ORDER = 2048
 WINDOW_BYTES_PER_SLOT = 32 << 10
 # Multiplications per second and core of whole steps, for the estimate before anything has run; rough on purpose.
 _EXPECTED_RATE = {"scalar": 1.5e9, "avx2": 5e10, "avx_vnni": 9e10, "avx512_vnni": 1e11}
+# How write_stats begins every file.
+_STATS_START = b'{\n "rows":'
 _SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -107,6 +110,7 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
             run_fingerprint(options, pack, ctx, lines.format, template),
             table,
             input_identity=source.identity,
+            stats=options.stats,
         )
         stack.callback(files.close)
         names = model_names(pack, options.model)
@@ -301,6 +305,8 @@ def _check_stats_path(path: str | None) -> None:
         raise ConfigError("--stats cannot be standard output: give a file name")
     if path is not None and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
         raise ConfigError(f"--stats is {path!r}: it must be a file in a folder that can be written")
+    if path is not None:
+        check_replaceable("--stats", path, _STATS_START, "the figures of a run")
 
 
 def write_stats(path: str, stats: dict[str, Any]) -> None:

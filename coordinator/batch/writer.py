@@ -110,6 +110,7 @@ class ResultFiles:
 
     Args:
         out, errors: paths. input_identity: (device, inode) of the input, which must be neither.
+        stats: another file that is going to be written and must be none of these.
         fingerprint: what results depend on; compared with the earlier run's when there are finished rows.
         table: gets IN_RESULTS, IN_ERRORS and the digests of finished rows.
     Attributes:
@@ -125,13 +126,14 @@ class ResultFiles:
         table: RowTable,
         *,
         input_identity: tuple[int, int] | None = None,
+        stats: str | None = None,
     ) -> None:
         self._table = table
         self._errors_path = errors or default_errors_path(out)
         self._input_identity = input_identity
         self._open: list[AppendFile] = []
         paths = {"OUT": out, "the error file": self._errors_path, "the journal": out + ".journal"}
-        _check_paths(paths, input_identity)
+        _check_paths(paths | ({} if stats is None else {"--stats": stats}), input_identity)
         try:
             self._journal = self._open_file(out + ".journal")
             self._out = self._open_file(out)

@@ -159,6 +159,7 @@ class Batch:
         prepare_with=prepare,
         rules: dict | None = None,
         write_hook=None,
+        stats: str | None = None,
         **options,
     ) -> Ran:
         engine = engine or FakeEngine()
@@ -167,8 +168,9 @@ class Batch:
         source = open_source(str(input or self.input))
         try:
             files = ResultFiles(
-                str(self.out), errors, {**FINGERPRINT, **(fingerprint or {})}, table, input_identity=source.identity
-            )
+                str(self.out), errors, {**FINGERPRINT, **(fingerprint or {})}, table,
+                input_identity=source.identity, stats=stats,
+            )  # fmt: skip
             try:
                 if write_hook is not None:
                     files.write = write_hook(files.write)

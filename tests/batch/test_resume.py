@@ -342,6 +342,9 @@ def test_one_file_in_two_roles_is_refused(batch):
         (batch.folder / "x").mkdir(exist_ok=True)
         with pytest.raises(RunError, match="same file"):
             batch.run(errors=str(batch.folder / errors))
+    for stats in (batch.input, batch.out, batch.errors, batch.journal, batch.folder / "x" / ".." / "out.jsonl"):
+        with pytest.raises(RunError, match=r"--stats .* is the (input itself|same file as)"):
+            batch.run(stats=str(stats))
     assert batch.input.read_bytes() == before
     batch.out.symlink_to(batch.folder / "in.jsonl.journal")
     batch.run()

@@ -1,0 +1,23 @@
+"""`coremill run` as far as it gets without a model."""
+
+from click.testing import CliRunner
+
+from coremill.coordinator.batch.job import write_stats
+from coremill.tools import cli
+
+
+def coremill(*args: object) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.main, [str(arg) for arg in args])
+    return done.exit_code, done.stderr
+
+
+def test_stats_replace_stats_only(tmp_path):
+    rows, stats, out = tmp_path / "in.jsonl", tmp_path / "stats.json", tmp_path / "out.jsonl"
+    rows.write_text('{"prompt": "x"}\n')
+    for victim in (rows, tmp_path):
+        code, said = coremill("run", rows, "-m", "absent", "-o", out, "--stats", victim)
+        assert code == 2 and "--stats" in said
+    assert rows.read_text() == '{"prompt": "x"}\n'
+    write_stats(str(stats), {"rows": 1, "errors": 0})
+    code, said = coremill("run", rows, "-m", "absent", "-o", out, "--stats", stats)
+    assert code == 1 and "absent: there is no such file" in said and not out.exists()
