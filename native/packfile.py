@@ -9,7 +9,8 @@
 
 A pack is a foreign file like any other: before an offset is handed out, header, sections, directory and
 panel tables are checked against the file's size and against what the model's description implies.
-Checksums of the small parts are checked when they are read, those of the data by `verify`.
+Checksums of the small parts and of the panel tables are checked when they are read, those of matrices and
+vectors by `verify`.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class PackFile:
             raise self._bad("section 'chat_template'", "is not valid UTF-8") from error
 
     def _bad(self, field: str, problem: str) -> PackError:
-        return PackError(f"{self.path}: {field}: {problem}; remove the file, or pack the model again")
+        return PackError(f"{self.path}: {field}: {problem}; remove the file and pack the model again")
 
     # ---- description and directory ----
 
@@ -200,6 +201,8 @@ class PackFile:
         if tables is None or not self._within(tables[0], tables[1], 64):
             raise self._bad("section 'directory'", "its panel tables lie outside the data")
         self.panel_tables = (tables[0], tables[1], tables[2] & _CRC)
+        # A table that is wrong but well-formed would make the kernels read another panel.
+        self._check_data("the panel tables", *self.panel_tables)
         for rule in self._expected_rules():
             kind = "matrices" if isinstance(rule, MatrixRule) else "vectors"
             entry = entries[kind].pop(rule.name, None)
@@ -267,13 +270,14 @@ class PackFile:
         """
         for name in SECTIONS:
             self._section(name)
-        offset, length, crc = self.panel_tables
-        pieces = [("the panel tables", offset, length, crc)]
-        pieces += [(f"matrix '{n}'", m.offset, m.nbytes, m.checksum) for n, m in self.matrices.items()]
-        pieces += [(f"vector '{n}'", v.offset, 4 * v.length, v.checksum) for n, v in self.vectors.items()]
-        for name, offset, length, crc in pieces:
-            if zlib.crc32(self.data(offset, length)) != crc:
-                raise self._bad(name, "its checksum does not match")
+        for name, m in self.matrices.items():
+            self._check_data(f"matrix '{name}'", m.offset, m.nbytes, m.checksum)
+        for name, v in self.vectors.items():
+            self._check_data(f"vector '{name}'", v.offset, 4 * v.length, v.checksum)
+
+    def _check_data(self, name: str, offset: int, nbytes: int, crc: int) -> None:
+        if zlib.crc32(self.data(offset, nbytes)) != crc:
+            raise self._bad(name, "the checksum does not match")
 
     def close(self) -> None:
         """Close the file. What was read from it stays usable."""
@@ -355,7 +359,7 @@ def _read_header(path: Path, fd: int, size: int) -> tuple[str, dict[str, tuple[i
     """Key, sections, data offset and data length; everything lies within the file."""
 
     def bad(problem: str) -> PackError:
-        return PackError(f"{path}: pack header: {problem}; remove the file, or pack the model again")
+        return PackError(f"{path}: pack header: {problem}; remove the file and pack the model again")
 
     header = os.pread(fd, HEADER_BYTES, 0)
     if not header.startswith(MAGIC):

@@ -26,8 +26,13 @@ _spec.loader.exec_module(gguf_writer)
 KEY = "00112233445566778899aabbccddeeff"
 
 
-def reseal(data: bytearray) -> bytes:
-    """Makes all checksums of sections and header right again after an edit."""
+def reseal(data: bytearray, opened: PackFile | None = None) -> bytes:
+    """Makes all checksums of sections and header right again after an edit; those of `opened`'s panel tables too."""
+    if opened is not None:
+        at, length, crc = opened.panel_tables
+        table = data[opened.data_offset + at :][:length]
+        old, new = (msgpack.packb(number | 1 << 32) for number in (crc, zlib.crc32(table)))
+        data[:] = data.replace(old, new, 1)
     fixed, entry = packfile._FIXED, packfile._SECTION
     for i in range(len(packfile.SECTIONS)):
         at = fixed.size + i * entry.size
@@ -78,6 +83,20 @@ def test_damaged_data_is_found_by_verify(tmp_path, small_pack):
             open_pack(tmp_path / "p", verify=True)
 
 
+def test_damaged_panel_tables_are_found_at_once(tmp_path, small_pack):
+    """Also when all that the kernels rely on holds: here two panels of one format have changed places."""
+    opened = open_pack(small_pack)
+    table = opened.data_offset + opened.matrices["token_embd"].panels_offset
+    data = bytearray(small_pack.read_bytes())
+    first, second = data[table : table + 16], data[table + 16 : table + 32]
+    data[table : table + 32] = second + first
+    (tmp_path / "p").write_bytes(data)
+    with pytest.raises(PackError, match=r"panel tables: the checksum.*remove the file and pack the model again"):
+        open_pack(tmp_path / "p")
+    (tmp_path / "p").write_bytes(reseal(data, opened))
+    open_pack(tmp_path / "p")
+
+
 def test_truncated_packs(tmp_path, small_pack):
     data = small_pack.read_bytes()
     for length in [0, 7, 8, 100, 4095, 4096, 5000, 1 << 21, len(data) - 1]:
@@ -115,7 +134,7 @@ def test_mutated_packs(tmp_path, small_pack, sealed):
             number = rng.choice([0, 1, 255, 1 << 31, (1 << 32) - 1, 1 << 63, (1 << 64) - 1, rng.getrandbits(64)])
             size = rng.choice([1, 1, 4, 8])
             data[at : at + size] = number.to_bytes(8, "little")[:size]
-        edited = reseal(data) if sealed else bytes(data)
+        edited = reseal(data, opened) if sealed else bytes(data)
         with open(path, "r+b") as file:  # only what changed: the file is two megabytes of padding
             file.write(edited[: 1 << 17])
             file.seek(opened.data_offset)
