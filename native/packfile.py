@@ -15,6 +15,7 @@ vectors by `verify`.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -132,7 +133,11 @@ class PackFile:
         self.path, self.fd = path, fd
         self.identity = FileIdentity.of(path, info)
         self.key, self._sections, self.data_offset, self.data_length = _read_header(path, fd, info.st_size)
-        self._mapping = mmap.mmap(fd, info.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        try:
+            self._mapping = mmap.mmap(fd, info.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        except OSError as error:  # nothing is wrong with the file, so no PackError, which would have it packed anew
+            limit = "; the limit on address space is too small (`ulimit -v`)" if error.errno == errno.ENOMEM else ""
+            raise ModelError(f"{path}: {info.st_size} bytes cannot be mapped: {error.strerror}{limit}") from error
         self.description: dict[str, Any] = self._unpack("description")
         self.spec = self._read_spec()
         self.matrices: dict[str, PackedMatrix] = {}
@@ -262,14 +267,18 @@ class PackFile:
         start = self.data_offset + offset
         return memoryview(self._mapping)[start : start + nbytes]
 
+    def check_sections(self) -> None:
+        """Compare the checksums of all sections, also of those that are read later. PackError names the first wrong."""
+        for name in SECTIONS:
+            self._section(name)
+
     def verify(self) -> None:
         """Read everything and compare checksums.
 
         Raises:
             PackError: naming the first part that does not match.
         """
-        for name in SECTIONS:
-            self._section(name)
+        self.check_sections()
         for name, m in self.matrices.items():
             self._check_data(f"matrix '{name}'", m.offset, m.nbytes, m.checksum)
         for name, v in self.vectors.items():
@@ -297,6 +306,7 @@ def open_pack(path: str | os.PathLike[str], *, verify: bool = False) -> PackFile
 
     Raises:
         PackError: the file is not a pack, of another version, damaged, or cannot be read.
+        ModelError: it is too large for the address space.
     """
     path = Path(path)
     fd, info = _open_file(path)
@@ -320,15 +330,16 @@ def is_pack(path: str | os.PathLike[str]) -> bool:
 
 
 def pack_is_usable(path: Path, key: str) -> bool:
-    """Whether a complete pack with this key lies at `path`: header and size only, so that it costs nothing."""
+    """Whether a pack with this key lies at `path` that is right in everything but, unread here, its weights.
+
+    Takes two milliseconds: everybody who starts asks.
+    """
     if not path.exists():
         return False
     try:
-        fd, info = _open_file(path)
-        try:
-            return _read_header(path, fd, info.st_size)[0] == key
-        finally:
-            os.close(fd)
+        with open_pack(path) as pack:
+            pack.check_sections()
+            return pack.key == key
     except PackError:
         return False
 

@@ -67,13 +67,13 @@ def ls(settings: Settings) -> None:
     "prune",
     cls=Verb,
     examples=[
-        ("coremill cache prune", "remove packs whose model file is gone or changed, and leftovers of killed runs"),
+        ("coremill cache prune", "remove packs whose model file is gone or changed, damaged packs, leftovers"),
         ("coremill cache prune --everything", "remove all packs and fetched models"),
     ],
 )
 @takes("cache prune")
 def prune(settings: Settings) -> None:
-    """Remove packs whose source is gone or changed, and leftovers of killed runs.
+    """Remove packs whose source is gone or changed, damaged packs, and leftovers of killed runs.
 
     A pack that is removed while a run uses it stays usable for that run.
     """
@@ -94,9 +94,11 @@ def prune(settings: Settings) -> None:
 
 
 def _is_to_go(pack: CachedPack, settings: Settings) -> bool:
+    from coremill.native.packfile import pack_is_usable
+
     days = settings["unused_days"]
     unused = days is not None and time.time() - pack.last_used >= days * 86400
-    return settings["everything"] or not pack.sources or unused
+    return settings["everything"] or not pack.sources or unused or not pack_is_usable(pack.path, pack.key)
 
 
 def _entries(root: Path) -> list[dict[str, Any]]:
@@ -129,6 +131,7 @@ def _name_of(path: Path) -> str:
 
     try:
         with open_pack(path) as pack:
+            pack.check_sections()
             return printable(pack.spec.name)
     except PackError as error:
         return f"unusable: {printable(str(error))}"

@@ -93,12 +93,34 @@ def test_a_pack_is_taken_as_it_is(model, root, tmp_path):
 
 
 def test_a_damaged_pack_in_the_cache_is_made_anew(model, root):
+    """Damage anywhere but in the weights, which nobody reads through at each start."""
     pack = ensure_pack(model)
     content = pack.read_bytes()
-    for damaged in (content[:5000], b"", b"x" * len(content)):
+    with open_pack(pack) as opened:
+        places = [0, 40, 4095, opened.data_offset + opened.panel_tables[0] + 20]
+        places += [offset + length // 2 for _, offset, length in opened._sections.values()]
+    flipped = [content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :] for place in places]
+    for damaged in (content[:5000], b"", b"x" * len(content), *flipped):
         pack.unlink()
         pack.write_bytes(damaged)
         assert ensure_pack(model) == pack and pack.read_bytes() == content
+
+
+def test_too_little_address_space_is_no_damage(model, root):
+    """ulimit -v: an error that says so, and the pack is left alone."""
+    pack = ensure_pack(model)
+    before = pack.stat()
+    code = (
+        "import sys, resource; from coremill.native.cache import ensure_pack; from coremill.config.errors import *\n"
+        "import coremill.native.packer, coremill.native.output, mmap\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + (1 << 20),) * 2)\n"
+        "try: ensure_pack(sys.argv[1])\n"
+        "except ModelError as error: print(type(error).__name__, error)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith(f"ModelError {pack}: ") and "ulimit -v" in result.stdout
+    assert pack.stat().st_ino == before.st_ino
 
 
 def test_changes_of_the_source_are_seen_at_the_end(model, root):

@@ -200,7 +200,12 @@ def test_inspect_fits_a_terminal(model):
     assert "tensor in the file" in wide and "tensor in the file" not in narrow
 
 
-def test_unusable_packs_are_shown(root):
-    (root / "packs").mkdir(parents=True)
-    (root / "packs" / "00.pack").write_bytes(b"nonsense")
+def test_unusable_packs_are_shown_and_pruned(model, root):
+    """Also one that would be made anew at its next use."""
+    pack = Path(coremill("pack", model).strip())
+    content = bytearray(pack.read_bytes())
+    content[8200] ^= 1
+    pack.unlink()
+    pack.write_bytes(content)
     assert "unusable" in coremill("cache", "ls")
+    assert f"removed {pack}" in coremill("cache", "prune") and not pack.exists()
