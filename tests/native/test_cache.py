@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -225,6 +226,25 @@ def test_leftovers_of_killed_runs_are_swept(tmp_path, root):
     (leftover,) = (root / "packs").iterdir()
     leftover.chmod(0o444)  # as it is while a complete one is synced
     assert ensure_pack(model).exists() and not leftover.exists()
+
+
+def test_a_complete_leftover_is_swept_by_whoever_is_not_root(tmp_path):
+    """It is read-only, and all that its owner may do is to read and to remove it."""
+    with tempfile.TemporaryDirectory() as folder:  # others may not enter tmp_path
+        leftover = Path(folder, ".packing-0123456789abcdef")
+        leftover.write_bytes(b"x" * 1000)
+        leftover.chmod(0o444)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                if os.geteuid() == 0:
+                    os.chown(folder, 65534, 65534)
+                    os.chown(leftover, 65534, 65534)
+                    os.setresuid(65534, 65534, 65534)
+                os._exit(0 if output.sweep_temporaries(Path(folder)) == 1000 else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0 and not leftover.exists()
 
 
 def test_a_temporary_in_use_is_not_swept(tmp_path):
