@@ -18,6 +18,7 @@ from coremill.config.errors import ResumeRefusedError, RunError
 from coremill.coordinator.batch.rowtable import RowTable
 
 JOURNAL_VERSION = 1
+_HEADER_START = b'{"coremill_journal":'
 _KEY_HEX, _DIGEST_HEX = 32, 14
 _RECORD_LEN = _KEY_HEX + 1 + _DIGEST_HEX + 1
 
@@ -44,15 +45,23 @@ def record_line(key: bytes, digest: bytes) -> bytes:
     return f"{key.hex()} {digest.hex()}\n".encode()
 
 
+def is_torn(tail: bytes, start: bytes) -> bool:
+    """Whether the end of a file may be what a crash left of a line that begins with `start`."""
+    kept = tail.rstrip(b"\0")  # where data never reached the disk
+    return kept.startswith(start) or start.startswith(kept)
+
+
 def read_header(line: bytes, path: str) -> dict[str, Any] | None:
     """The header; None when the line is missing or torn. RunError when the file is something else."""
+    stranger = RunError(f"{path} is not a journal of coremill: move it away or choose another -o")
     if not line.endswith(b"\n"):
+        if not is_torn(line, _HEADER_START):
+            raise stranger
         return None
     try:
         header = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
-    stranger = RunError(f"{path} is not a journal of coremill: move it away or choose another -o")
     if not isinstance(header, dict) or not isinstance(header.get("fingerprint"), dict):
         raise stranger
     if header.get("coremill_journal") != JOURNAL_VERSION:

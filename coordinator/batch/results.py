@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,9 +18,15 @@ from typing import Any
 from coremill.config.errors import RequestError
 from coremill.config.request import Kind, SequenceResult
 
-_ID_PREFIX = b'{"id":"batch_req_'
-_KEY_END = len(_ID_PREFIX) + 32
-_AFTER_KEY = b'","custom_id":"'
+LINE_START = b'{"id":"batch_req_'
+# The two ends of a line tell rows that ran from rows that failed, and whole lines from others. What lies between may
+# be long, and is not parsed.
+_HEAD = re.compile(
+    LINE_START + rb'([0-9a-f]{32})","custom_id":"[^"\\]*(?:\\.[^"\\]*)*","response":'
+    rb'(?:(null,"error":\{"code":")|\{"status_code":)'
+)
+_TAIL = re.compile(rb'\}(,"error":null)?,"timing":(?:null|\{[^{}]*\})\}\n\Z')
+_MAX_TAIL_BYTES = 400
 
 
 @dataclass(slots=True)
@@ -37,16 +44,13 @@ class Row:
     num_prompt: int = 0
 
 
-def key_of_line(line: bytes) -> bytes | None:
-    """The row key of a line that result_line or error_line made; None for any other line."""
-    if not line.startswith(_ID_PREFIX) or not line.endswith(b"}\n"):
+def row_of_line(line: bytes) -> tuple[bytes, bool] | None:
+    """(row key, whether it failed) of a line that result_line or error_line made; None for any other line."""
+    head, tail = _HEAD.match(line), _TAIL.search(line, max(0, len(line) - _MAX_TAIL_BYTES))
+    if head is None or tail is None:
         return None
-    if line[_KEY_END : _KEY_END + len(_AFTER_KEY)] != _AFTER_KEY:
-        return None
-    try:
-        return bytes.fromhex(line[len(_ID_PREFIX) : _KEY_END].decode("ascii"))
-    except ValueError:
-        return None
+    failed = head[2] is not None
+    return None if failed == (tail[1] is not None) else (bytes.fromhex(head[1].decode()), failed)
 
 
 def find_rows(paths: Iterable[str], keys: Iterable[bytes]) -> dict[bytes, dict[str, Any]]:
@@ -57,9 +61,9 @@ def find_rows(paths: Iterable[str], keys: Iterable[bytes]) -> dict[bytes, dict[s
             continue
         with open(path, "rb") as file:
             for line in file:
-                key = key_of_line(line)
-                if key in wanted:
-                    found[key] = json.loads(line)
+                row = row_of_line(line)
+                if row and row[0] in wanted:
+                    found[row[0]] = json.loads(line)
     return found
 
 

@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from coremill.config.errors import RunError
-from coremill.coordinator.batch.journal import check_fingerprint, header_line, load_digests, read_header, record_line
-from coremill.coordinator.batch.results import key_of_line
+from coremill.coordinator.batch.journal import (
+    check_fingerprint,
+    header_line,
+    is_torn,
+    load_digests,
+    read_header,
+    record_line,
+)
+from coremill.coordinator.batch.results import LINE_START, row_of_line
 from coremill.coordinator.batch.rowtable import IN_ERRORS, IN_RESULTS, UNKNOWN_DIGEST, RowTable
 
 SYNC_SECONDS = 1.0
@@ -91,10 +98,11 @@ class AppendFile:
         self.size += len(data)
         self.dirty = True
 
-    def truncate(self, size: int) -> None:
-        os.ftruncate(self.fd, size)
-        self.size = size
-        self.dirty = True
+    def cut(self, size: int) -> None:
+        if size != self.size:
+            os.ftruncate(self.fd, size)
+            self.size = size
+            self.dirty = True
 
     def sync(self) -> None:
         if self.dirty:
@@ -162,7 +170,7 @@ class ResultFiles:
         """Failed rows are to run again: empties the error file. From then on they count as not yet run, so a
         run that dies right here loses none of them."""
         if self._errors is not None:
-            self._errors.truncate(0)
+            self._errors.cut(0)
         self._table.clear_flag(IN_ERRORS)
 
     def close(self) -> None:
@@ -183,59 +191,73 @@ class ResultFiles:
         self._open.clear()
 
     def _resume(self, fingerprint: dict[str, Any]) -> None:
-        num_results = self._scan(self._out, IN_RESULTS)
-        num_errors = self._scan(self._errors, IN_ERRORS) if self._errors else 0
+        """Nothing is cut before everything is known to be ours."""
+        num_results, out_end = self._scan(self._out, IN_RESULTS)
+        num_errors, errors_end = self._scan(self._errors, IN_ERRORS) if self._errors else (0, 0)
         with os.fdopen(os.dup(self._journal.fd), "rb") as file:
             file.seek(0)
             first = file.readline(1 << 20)
         header = read_header(first, self._journal.path)
         errors_name = os.path.relpath(self._errors_path, os.path.dirname(self._out.path) or ".")
-        if num_results + num_errors == 0:
-            self._check_earlier_errors(header, errors_name)
-            self.started = datetime.datetime.now().replace(microsecond=0)
-            self._journal.truncate(0)
-            self._journal.append(header_line(fingerprint, errors_name, self.started))
-            self._journal.sync()
-            return
-        if header is None:
-            holder = self._out.path if num_results else self._errors_path
+        holder = next((file.path for file in (self._out, self._errors) if file and file.size), None)
+        if header is None and holder is not None:
             raise RunError(
                 f"{holder} exists and {self._journal.path} does not tell from which run: choose another name"
             )
-        self.started = header["started"]
-        check_fingerprint(self._out.path, header["fingerprint"], fingerprint)
+        if num_results + num_errors:
+            check_fingerprint(self._out.path, header["fingerprint"], fingerprint)
         self._check_earlier_errors(header, errors_name)
-        self._journal.truncate(load_digests(self._journal.fd, len(first), self._table))
+        self._out.cut(out_end)
+        if self._errors is not None:
+            self._errors.cut(errors_end)
+        if num_results + num_errors == 0:
+            self.started = datetime.datetime.now().replace(microsecond=0)
+            self._journal.cut(0)
+            self._journal.append(header_line(fingerprint, errors_name, self.started))
+            self._journal.sync()
+            return
+        self.started = header["started"]
+        self._journal.cut(load_digests(self._journal.fd, len(first), self._table))
 
     def _check_earlier_errors(self, header: dict[str, Any] | None, errors_name: str) -> None:
         earlier = header.get("errors") if header else None
         if not isinstance(earlier, str) or earlier == errors_name:
             return
+        if self._errors is not None and self._errors.size:
+            raise RunError(
+                f"{self._errors_path} holds failed rows of another run than {self._out.path}: choose another"
+            )
         path = os.path.join(os.path.dirname(self._out.path) or ".", earlier)
         if os.path.exists(path) and os.path.getsize(path):
             raise RunError(
                 f"the earlier run wrote its failed rows to {path}: resume with --errors {path}, or move that file away"
             )
 
-    def _scan(self, file: AppendFile, flag: int) -> int:
-        """Enters the rows of a file into the table, cuts off a torn last line, returns the number of rows."""
+    def _scan(self, file: AppendFile, flag: int) -> tuple[int, int]:
+        """Enters the rows of a file into the table; returns their number and where they end. RunError when there is
+        anything else in it but the torn line of a crash at its end."""
         num_rows = end = 0
+        stranger = "line {} of {} is not a result of coremill, or not a whole one: remove it or choose another name"
         with open(os.dup(file.fd), "rb", buffering=1 << 20) as lines:
             lines.seek(0)
             for line in lines:
                 if not line.endswith(b"\n"):
+                    if not is_torn(line, LINE_START):
+                        raise RunError(stranger.format(num_rows + 1, file.path))
                     break
                 num_rows += 1
                 end += len(line)
-                key = key_of_line(line)
-                if key is None:
-                    raise RunError(f"line {num_rows} of {file.path} is not a result of coremill: choose another name")
+                row = row_of_line(line)
+                if row is None:
+                    raise RunError(stranger.format(num_rows, file.path))
+                key, failed = row
+                if failed != (flag == IN_ERRORS):
+                    kind, place = ("a failed row", "OUT") if failed else ("a result", "the error file")
+                    raise RunError(f"line {num_rows} of {file.path} is {kind}, so this is not {place}: choose another")
                 if self._table.get(key)[1]:
                     raise RunError(f"line {num_rows} of {file.path} is about a row that has a line already: remove one")
                 self._table.put(key, UNKNOWN_DIGEST, flag)
-        if end != file.size:
-            file.truncate(end)
-        return num_rows
+        return num_rows, end
 
 
 class _Syncer:

@@ -374,6 +374,64 @@ def test_foreign_files_are_left_alone(batch):
         batch.run()
 
 
+@pytest.mark.parametrize("content", [b"my notes", b'{"id": 5', b"[1, 2]"])
+@pytest.mark.parametrize("which", ["out", "errors", "journal"])
+def test_foreign_files_without_a_newline_are_left_alone(batch, which, content):
+    batch.write(prompts(3))
+    victim = getattr(batch, which)
+    for finished in (False, True):
+        victim.write_bytes(content)
+        with pytest.raises(RunError, match=r"not a result|not a journal"):
+            batch.run()
+        assert victim.read_bytes() == content
+        if not finished:
+            victim.unlink()
+            batch.run()
+
+
+def test_a_torn_line_without_a_journal_is_left_alone(batch):
+    batch.write(prompts(3))
+    batch.run()
+    batch.journal.unlink()
+    torn = batch.out.read_bytes()[:30]
+    batch.out.write_bytes(torn)
+    with pytest.raises(RunError, match="does not tell from which run"):
+        batch.run()
+    assert batch.out.read_bytes() == torn
+
+
+def test_a_line_cut_by_hand_is_no_finished_row(batch, fake_engine):
+    batch.write(prompts(3))
+    batch.run(engine=fake_engine(fail=frozenset({"row-1"})), in_order=True)
+    for path in (batch.out, batch.errors):
+        kept = path.read_bytes()
+        line = kept.splitlines(keepends=True)[0]
+        for damaged in (line[:100] + b"}\n", line[:-20] + b"}\n", line[:60] + line[70:], b'{"timing":null}\n', b"\n"):
+            path.write_bytes(damaged + kept[len(line) :])
+            with pytest.raises(RunError, match=r"line 1 of .* not a whole one"):
+                batch.run()
+            assert path.read_bytes() == damaged + kept[len(line) :]
+        path.write_bytes(kept)
+    assert batch.run().engine.submitted == []
+
+
+def test_results_are_no_error_file(batch, fake_engine):
+    batch.write(prompts(3))
+    batch.run(engine=fake_engine(fail=frozenset({"row-1"})))
+    others = {path: path.read_bytes() for path in (batch.out, batch.errors)}
+    batch.out = batch.errors
+    with pytest.raises(RunError, match="a failed row"):
+        batch.run()
+    batch.out = batch.folder / "new.jsonl"
+    batch.write(prompts(3, first=10))
+    for problems in (("a result", "does not tell from which run"), ("a result", "failed rows of another run")):
+        for (path, content), problem in zip(others.items(), problems, strict=True):
+            with pytest.raises(RunError, match=problem):
+                batch.run(errors=str(path), retry=True)
+            assert path.read_bytes() == content
+        batch.run()  # without failures, so that its journal names an error file that is not there
+
+
 def test_templates_are_told_the_time_of_the_first_run(batch):
     batch.write(prompts(3))
     batch.run()
