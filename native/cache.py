@@ -139,12 +139,17 @@ def source_description(path: Path, sources: Sequence[FileIdentity], digests: Seq
 
 def pack_file(path: Path, out: Path, progress: Progress | None = None) -> str:
     """Pack a GGUF file into `out`, outside the cache. Returns the key."""
+    # Before the model is read, which may take minutes.
+    if not out.parent.is_dir():
+        raise PackError(f"{out}: there is no folder {out.parent}")
+    if out.is_dir():
+        raise PackError(f"{out}: is a folder; name a file in it")
     sources = tuple(FileIdentity.of(part) for part in _source_files(path))
     if any(out.exists() and os.path.samefile(out, s.path) for s in sources):
         raise PackError(f"{out}: the output is the model file itself")
     digests = _hash_sources(sources, progress)
     key = content_key(digests)
-    _write_checked(path, out, key, sources, digests, progress)
+    _write_checked(path, out, key, sources, digests, progress, in_cache=False)
     return key
 
 
@@ -280,6 +285,8 @@ def _write_checked(
     sources: Sequence[FileIdentity],
     digests: Sequence[str],
     progress: Progress | None,
+    *,
+    in_cache: bool = True,
 ) -> None:
     from coremill.native.gguf import open_gguf
     from coremill.native.packer import write_pack
@@ -295,6 +302,7 @@ def _write_checked(
             source_description(path, sources, digests),
             progress,
             before_publishing=lambda: _require_unchanged(sources),
+            in_cache=in_cache,
         )
 
 

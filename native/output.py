@@ -17,15 +17,16 @@ TEMPORARY = re.compile(r"\.packing-[0-9a-f]{16}")
 
 
 @contextmanager
-def output_file(out: Path, nbytes: int) -> Iterator[int]:
+def output_file(out: Path, nbytes: int, *, in_cache: bool = True) -> Iterator[int]:
     """A file of `nbytes` that becomes `out` when the block ends well, and is gone when it does not.
 
     It is locked while being written, so that a leftover of a killed process is known by its free lock.
+    PackError when that fails; `in_cache` is for its advice.
     """
     try:
         temporary, fd = _create_locked(out.parent)
     except OSError as error:
-        raise write_error(error, out, nbytes) from error
+        raise write_error(error, out, nbytes, in_cache=in_cache) from error
     try:
         _allocate(fd, nbytes)
         yield fd
@@ -38,7 +39,7 @@ def output_file(out: Path, nbytes: int) -> Iterator[int]:
     except BaseException as error:
         _remove(temporary)
         if isinstance(error, OSError):
-            raise write_error(error, out, nbytes) from error
+            raise write_error(error, out, nbytes, in_cache=in_cache) from error
         raise
     finally:
         os.close(fd)
@@ -121,16 +122,15 @@ def _open_any(path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-_ELSEWHERE = "set COREMILL_CACHE to a folder on a larger disk"
-_REMEDIES = {
-    errno.ENOSPC: f"free some space (`coremill cache prune`), or {_ELSEWHERE}",
-    errno.EDQUOT: f"your disk quota is used up: free some space (`coremill cache prune`), or {_ELSEWHERE}",
-    errno.EFBIG: "the limit on file sizes is too small (`ulimit -f`)",
-}
-
-
-def write_error(error: OSError, path: Path, nbytes: int | None = None) -> PackError:
-    """A failed write, as the user can act on it."""
+def write_error(error: OSError, path: Path, nbytes: int | None = None, *, in_cache: bool = True) -> PackError:
+    """A failed write, as the user can act on it. A path that is not `in_cache` was chosen by the user."""
     need = "" if nbytes is None else f" ({nbytes / 1e6:.0f} MB needed)"
-    remedy = _REMEDIES.get(error.errno or 0, "set COREMILL_CACHE to a folder you can write to")
+    elsewhere = "set COREMILL_CACHE to a folder" if in_cache else "choose a place"
+    room = f"free some space (`coremill cache prune`), or {elsewhere} on a larger disk"
+    remedies = {
+        errno.ENOSPC: room,
+        errno.EDQUOT: f"your disk quota is used up: {room}",
+        errno.EFBIG: "the limit on file sizes is too small (`ulimit -f`)",
+    }
+    remedy = remedies.get(error.errno or 0, f"{elsewhere} you can write to")
     return PackError(f"{path}: cannot be written{need}: {error.strerror}; {remedy}")

@@ -147,11 +147,12 @@ def write_pack(
     source: dict[str, Any],
     progress: Progress | None = None,
     before_publishing: Callable[[], None] | None = None,
+    in_cache: bool = True,
 ) -> None:
     """Pack a model into `out`, which appears complete or not at all.
 
     `key` is its content key in hex (16 bytes), `source` what the description says of where it came from;
-    `before_publishing` may refuse the finished pack by raising.
+    `before_publishing` may refuse the finished pack by raising; `in_cache` is for the advice when writing fails.
 
     Raises:
         UnsupportedModelError: the model needs something coremill lacks; nothing was written.
@@ -160,7 +161,7 @@ def write_pack(
     """
     plan = PackPlan(gguf)
     frame = _Frame(gguf, plan, source)
-    with output_file(out, frame.data_offset + plan.data_length) as fd:
+    with output_file(out, frame.data_offset + plan.data_length, in_cache=in_cache) as fd:
         _write_matrices(fd, gguf, plan, frame.data_offset, progress or _no_progress)
         frame.write(fd, gguf, key)
         if before_publishing:

@@ -25,8 +25,9 @@ def command(settings: Settings, model_name: str | None) -> None:
 
     What is packed already is not packed again.
     """
+    from coremill.config.outputs import check_replaceable
     from coremill.native.cache import cache_folder, ensure_pack, find_model, pack_file
-    from coremill.native.packfile import is_pack, open_pack
+    from coremill.native.packfile import MAGIC, is_pack, open_pack
     from coremill.tools.model_progress import ModelProgress
 
     model = model_name or settings.require("model")
@@ -38,6 +39,7 @@ def command(settings: Settings, model_name: str | None) -> None:
             source = find_model(model, cache_folder(), progress)
             if is_pack(source):
                 raise click.UsageError(f"{source} is a pack already; copy it instead")
+            check_replaceable("-o/--output", str(pack), MAGIC, "a pack")
             pack_file(source, pack, progress)
         with open_pack(pack) as opened:
             if settings["verify"]:

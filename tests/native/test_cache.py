@@ -349,6 +349,23 @@ def test_cache_in_an_impossible_place(model, monkeypatch):
         ensure_pack(model)
 
 
+def test_a_pack_in_an_impossible_place_is_not_the_caches_fault(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_hash_sources", None)  # refused before the model is read
+    with pytest.raises(PackError, match=f"{tmp_path}/none/x.pack: there is no folder {tmp_path}/none$"):
+        pack_file(model, tmp_path / "none" / "x.pack")
+    with pytest.raises(PackError, match=f"{tmp_path}: is a folder; name a file in it$"):
+        pack_file(model, tmp_path)
+    monkeypatch.undo()
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(PackError, match=r"No space left.*choose a place on a larger disk$"):
+        pack_file(model, tmp_path / "x.pack")
+    assert not (tmp_path / "x.pack").exists()
+
+
 # ---- listing and removing ----
 
 

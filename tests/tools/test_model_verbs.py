@@ -146,6 +146,18 @@ def test_pack_prints_where_the_pack_is(model, root, tmp_path):
     assert "is a pack already" in refused("pack", out, "-o", tmp_path / "again")
 
 
+def test_pack_replaces_packs_only(model, root, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("mine")
+    assert "is not a pack" in refused("pack", model, "-o", text) and text.read_text() == "mine"
+    before = model.read_bytes()
+    assert "is not a pack" in refused("pack", model, "-o", model) and model.read_bytes() == before
+    assert "not a regular file" in refused("pack", model, "-o", tmp_path)
+    assert "there is no folder" in refused("pack", model, "-o", tmp_path / "none" / "x.pack")
+    for _ in range(2):
+        coremill("pack", model, "-o", tmp_path / "again.pack")
+
+
 def test_verify_finds_damage(model, root):
     pack = Path(coremill("pack", model).strip())
     content = bytearray(pack.read_bytes())
