@@ -50,8 +50,12 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Where the cache is: `cache_dir`, else COREMILL_CACHE, else XDG_CACHE_HOME/coremill, else ~/.cache/coremill."""
     if cache_dir is not None:
         return Path(cache_dir)
-    if os.environ.get("COREMILL_CACHE"):
-        return Path(os.environ["COREMILL_CACHE"]).expanduser()
+    given = os.environ.get("COREMILL_CACHE")
+    if given:
+        try:
+            return Path(given).expanduser()
+        except RuntimeError as error:
+            raise PackError(f"COREMILL_CACHE is {given}: there is no such home folder") from error
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(xdg):
         return Path(xdg, "coremill")

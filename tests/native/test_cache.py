@@ -56,6 +56,9 @@ def test_where_the_cache_is(monkeypatch):
     monkeypatch.setenv("COREMILL_CACHE", "/mine")
     assert cache_folder() == Path("/mine")
     assert cache_folder("/given") == Path("/given")
+    monkeypatch.setenv("COREMILL_CACHE", "~nobody-of-this-name/x")
+    with pytest.raises(PackError, match="COREMILL_CACHE is ~nobody-of-this-name/x: there is no such home folder"):
+        cache_folder()
 
 
 def test_second_use_neither_hashes_nor_packs(model, root, monkeypatch):
