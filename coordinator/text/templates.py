@@ -61,6 +61,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
         )
+        # A prompt is the same each time it is rendered.
+        del environment.filters["random"], environment.globals["lipsum"]
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = now.strftime

@@ -47,6 +47,9 @@ def test_helpers(source, expected):
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% for i in range(1000000) %}{% endfor %}", "Range too big"),
         ("{% include 'x' %}", "no loader"),
+        ("{{ [1, 2] | random }}", "No filter named 'random'"),
+        ("{{ [[1, 2]] | map('random') | list }}", "No filter named 'random'"),
+        ("{{ lipsum() }}", "'lipsum' is undefined"),
     ],
 )
 def test_errors_have_the_templates_words(source, words):
