@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from coremill.config.errors import RequestError
 from coremill.config.request_fields import (
-    MAX_CUSTOM_ID_CHARS,
     MAX_TOKENS_LIMIT,
     check_bool,
+    check_custom_id,
     check_int,
     check_metadata,
     check_number,
@@ -144,11 +144,7 @@ def _refuse_constant(name: str) -> Any:
 def custom_id_of(row: Any, line_number: int) -> str:
     """The row's custom_id, `line-N` without one. RequestError when it is not a usable string."""
     given = row.get("custom_id") if isinstance(row, dict) else None
-    if given is None:
-        return f"line-{line_number}"
-    if isinstance(given, int) and not isinstance(given, bool):
-        raise invalid("custom_id", given, f'a string: write "{shown(given)}" with quotes')
-    return check_text(given, "custom_id", max_chars=MAX_CUSTOM_ID_CHARS, empty=False)
+    return f"line-{line_number}" if given is None else check_custom_id(given)
 
 
 def parse_row(row: Any, line_number: int, defaults: SamplingParams = SamplingParams()) -> GenerationRequest:

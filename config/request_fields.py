@@ -1,12 +1,15 @@
 """Checks for single fields of a request: type, range, text that can be encoded.
 
-Each function takes the value as JSON gave it and the field's dotted path, returns the value in the form the
-rest of coremill uses, and raises RequestError("invalid_value") naming field, value and limit otherwise.
+Each function takes the value as JSON or a Python program gave it (numpy's numbers are numbers too) and the field's
+dotted path, returns the value in the form the rest of coremill uses, and raises RequestError("invalid_value") naming
+field, value and limit otherwise.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from numbers import Real
 from typing import Any
 
 from coremill.config.errors import RequestError
@@ -48,15 +51,19 @@ def check_bool(value: Any, param: str) -> bool:
 
 def check_int(value: Any, param: str, low: int, high: int) -> int:
     """An integer in [low, high]. 3.0 is not an integer here, and neither is true."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or not low <= number <= high:
         raise invalid(param, value, f"an integer from {low} to {high}")
-    return value
+    return number
 
 
 def check_number(value: Any, param: str, low: float, high: float) -> float:
     """A finite number in [low, high]."""
     limit = f"a number from {low:g} to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise invalid(param, value, limit)
     # The comparison comes before float(): a huge int would overflow the conversion.
     if not low <= value <= high or not math.isfinite(value):
@@ -83,6 +90,12 @@ def check_text(value: Any, param: str, *, max_chars: int | None = None, empty: b
     return value
 
 
+def check_custom_id(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise invalid("custom_id", value, f'a string: write "{shown(value)}" with quotes')
+    return check_text(value, "custom_id", max_chars=MAX_CUSTOM_ID_CHARS, empty=False)
+
+
 def check_stop(value: Any, param: str = "stop") -> tuple[str, ...]:
     """One string or a list of up to four; each non-empty and at most MAX_STOP_BYTES of UTF-8."""
     stops = [value] if isinstance(value, str) else value
@@ -102,9 +115,7 @@ def check_token_ids(value: Any, param: str) -> tuple[int, ...]:
     """A non-empty list of token ids. Whether the model has such ids is checked where the model is known."""
     if not isinstance(value, (list, tuple)) or not value:
         raise invalid(param, value, "a string or a non-empty list of token ids")
-    for index, item in enumerate(value):
-        check_int(item, f"{param}.{index}", 0, TOKEN_ID_LIMIT)
-    return tuple(value)
+    return tuple(check_int(item, f"{param}.{index}", 0, TOKEN_ID_LIMIT) for index, item in enumerate(value))
 
 
 def check_metadata(value: Any, param: str = "metadata") -> dict[str, str]:

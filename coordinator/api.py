@@ -16,14 +16,16 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coremill.config.engine import DEFAULT_CTX, EngineConfig
-from coremill.config.errors import EngineClosedError, EngineError, RequestError
+from coremill.config.errors import ConfigError, EngineClosedError, EngineError, RequestError
 from coremill.config.request import CHAT_URL, COMPLETIONS_URL, GenerationRequest, SequenceResult, parse_body
+from coremill.config.request_fields import check_custom_id, check_int, check_token_ids, invalid
 from coremill.coordinator.admission import sequence_request
+from coremill.coordinator.limits import MAX_PRIORITY
 from coremill.coordinator.text.requests import TextRequest
 from coremill.coordinator.text.service import TextService
 
@@ -116,7 +118,7 @@ class Coordinator:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | os.PathLike[str],
         *,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         **options: Any,
@@ -125,6 +127,8 @@ class Coordinator:
 
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
+        if not isinstance(model, (str, os.PathLike)) or not isinstance(os.fspath(model), str):
+            raise ConfigError(f"model is {model!r}: it must be the path of a file or a short name")
         self.config = EngineConfig.from_keywords(**options)
         pack_path = ensure_pack(model)
         # The text helper takes longest to load, so it comes first, and our own imports behind it.
@@ -164,7 +168,7 @@ class Coordinator:
             seed: default drawn from the run's seed and custom_id.
             stop: strings that end the text, which does not contain them.
             allow_special: the request's own texts may spell the model's control tokens.
-            priority: higher runs first.
+            custom_id: up to 1024 characters; default "job-N". priority: an integer; higher runs first.
 
         Raises:
             RequestError: a field is wrong. What is found out later (template, length) is raised by Job.result().
@@ -173,17 +177,15 @@ class Coordinator:
         self._check_owner()
         given = {"prompt": prompt, "messages": messages, "prompt_ids": prompt_ids}
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-        sampling |= {
-            "min_p": min_p,
-            "seed": seed,
-            "stop": stop if stop is None or isinstance(stop, str) else list(stop),
-        }
-        request = _checked(given, sampling, custom_id if custom_id is not None else f"job-{next(self._numbers)}")
-        job = Job(self, replace(request, allow_special=allow_special), priority)
+        sampling |= {"min_p": min_p, "seed": seed, "stop": _stops(stop), "allow_special": allow_special}
+        custom_id = f"job-{next(self._numbers)}" if custom_id is None else check_custom_id(custom_id)
+        priority = check_int(priority, "priority", -MAX_PRIORITY, MAX_PRIORITY)
+        request = _checked(given, sampling, custom_id)
+        job = Job(self, request, priority)
         if prompt_ids is not None:
             self._hand_over(job, request.prompt)
         else:
-            text = TextRequest(messages=request.messages, prompt=request.prompt, allow_special=allow_special)
+            text = TextRequest(messages=request.messages, prompt=request.prompt, allow_special=request.allow_special)
             self._text.submit([text]).add_done_callback(lambda prepared: self._tokenised(job, prepared))
         return job
 
@@ -256,6 +258,17 @@ def _start_engine(pack_path: Path, config: EngineConfig, on_event: Callable[[dic
     return engine
 
 
+def _listed(value: Any, param: str, limit: str) -> list[Any]:
+    """Anything that can be gone through once: a tuple, a generator, an array."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise invalid(param, value, limit)
+    return list(value)
+
+
+def _stops(stop: Any) -> Any:
+    return stop if stop is None or isinstance(stop, str) else _listed(stop, "stop", "a string or a list of strings")
+
+
 def _checked(given: dict[str, Any], sampling: dict[str, Any], custom_id: str) -> GenerationRequest:
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
@@ -268,8 +281,11 @@ def _checked(given: dict[str, Any], sampling: dict[str, Any], custom_id: str) ->
             raise RequestError("invalid_value", f"prompt is {type(value).__name__}: it must be a string", "prompt")
         return parse_body(COMPLETIONS_URL, {"prompt": value, **sampling}, custom_id=custom_id)
     if name == "prompt_ids":
-        return parse_body(COMPLETIONS_URL, {"prompt": list(value), **sampling}, custom_id=custom_id)
-    return parse_body(CHAT_URL, {"messages": [*value], **sampling}, custom_id=custom_id)
+        ids = check_token_ids(_listed(value, name, "a list of token ids"), name)
+        return parse_body(COMPLETIONS_URL, {"prompt": ids, **sampling}, custom_id=custom_id)
+    messages = _listed(value, name, "a list of messages")
+    messages = [dict(message) if isinstance(message, Mapping) else message for message in messages]
+    return parse_body(CHAT_URL, {"messages": messages, **sampling}, custom_id=custom_id)
 
 
 def _outcome(result: SequenceResult, num_prompt: int) -> Completion | Exception:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from coremill.config.errors import RequestError
 from coremill.config.request import SequenceRequest
 
+MAX_PRIORITY = (1 << 31) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -56,6 +58,7 @@ _RANGES = (
     ("min_p", 0, 1),
     ("top_k", 0, (1 << 31) - 1),
     ("seed", 0, (1 << 64) - 1),
+    ("priority", -MAX_PRIORITY, MAX_PRIORITY),
 )
 
 

@@ -11,7 +11,9 @@ import threading
 import time
 from concurrent.futures import CancelledError, Future, as_completed
 from itertools import pairwise
+from types import MappingProxyType
 
+import numpy as np
 import psutil
 import pytest
 
@@ -106,6 +108,43 @@ def test_wrong_fields_are_refused_at_once(shared, given, code):
 
 
 @pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("priority", [None, 1.5, True, "high", [1], 10**30, float("nan")]),
+        ("custom_id", [5, b"x", "", "\ud800", "y" * 5000]),
+        ("allow_special", ["false", "no", 1, object()]),
+        ("stop", [5, b"a", {"a": 1}, ["a", 5]]),
+        ("messages", [5, "abc", MESSAGES[0], [5], []]),
+        ("prompt_ids", [5, "12", b"12", [1.5], ["1"], [-1], [[1]], [], np.array([1.0]), np.array([[1]])]),
+        ("max_tokens", [np.float32(3), np.bool_(True), "5"]),
+        ("temperature", ["1", np.float32("nan"), np.array([1.0])]),
+    ],
+)
+def test_each_wrong_field_is_refused_by_its_name(shared, field, wrong):
+    for value in wrong:
+        given = (
+            {field: value} if field in ("messages", "prompt_ids") else {"prompt": "a", "max_tokens": 1, field: value}
+        )
+        with pytest.raises(RequestError) as caught:
+            shared.submit(**given)
+        assert caught.value.code == "invalid_value"
+        assert caught.value.param.split(".")[0] == field and f"'{field}" in caught.value.message
+    assert shared.submit("a", max_tokens=1).result(30)  # nobody else has noticed
+
+
+def test_what_programs_have_instead_of_json(shared):
+    """Numbers of numpy, anything that can be gone through, any mapping."""
+    plain = shared.submit(prompt_ids=[5, 6, 7], max_tokens=4, temperature=0.5, top_k=9, seed=3, stop=["q"]).result(30)
+    same = shared.submit(
+        prompt_ids=np.array([5, 6, 7]), max_tokens=np.int64(4), temperature=np.float32(0.5), top_k=np.uint8(9),
+        seed=np.int64(3), stop=(stop for stop in "q"), priority=np.int32(2),
+    ).result(30)  # fmt: skip
+    assert same.token_ids == plain.token_ids
+    chat = shared.submit(messages=iter([MappingProxyType(MESSAGES[0])]), max_tokens=4, seed=3).result(30)
+    assert chat.token_ids == shared.submit(messages=MESSAGES, max_tokens=4, seed=3).result(30).token_ids
+
+
+@pytest.mark.parametrize(
     ("given", "code"),
     [
         ({"prompt": "xq" * 400}, "context_length_exceeded"),
@@ -172,6 +211,9 @@ def test_options_and_models_are_checked(tiny_pack, tmp_path):
         Coordinator(tiny_pack, ctx=100_000)
     with pytest.raises(ModelError):
         Coordinator(tmp_path / "missing.gguf")
+    for model in (None, 5, b"x", [tiny_pack]):
+        with pytest.raises(ConfigError, match=r"model is .*: it must be the path of a file"):
+            Coordinator(model)
 
 
 def test_closed_means_closed(tiny_pack):
