@@ -44,13 +44,14 @@ def main() -> None:
         return
     gc.freeze()
     gc.enable()
-    special = preparer.tokenizer.special
-    facts = {name: getattr(special, name) for name in type(special).__slots__}
-    _send(["ready", {"vocab_size": preparer.tokenizer.vocab_size, "special": facts}])
     libc = _libc()
     _die_with_parent(libc, settings["parent"])
     _limit_memory(preparer, settings["memory_limit"])
     usual = _memory_in_use()[1]
+    # Last: what fails from here on is charged to a row.
+    special = preparer.tokenizer.special
+    facts = {name: getattr(special, name) for name in type(special).__slots__}
+    _send(["ready", {"vocab_size": preparer.tokenizer.vocab_size, "special": facts}])
     while True:
         _work(preparer, inbox.get(), settings["time_limit"])
         if _memory_in_use()[1] > usual + _KEPT_BYTES:
@@ -106,11 +107,14 @@ def _die_with_parent(libc: Any, parent: int) -> None:
 
 
 def _limit_memory(preparer: Preparer, limit: int) -> None:
-    """Limit the address space to what is in use now and `limit` bytes more."""
-    # Threads start with the first batch; their stacks are not the first request's fault.
-    preparer.tokenizer.encode_pieces([["a"]] * 8)
+    """Limit the address space to what is in use now and `limit` bytes more, if it is not limited to less."""
+    # Threads start with the first batch; their stacks are not the first request's fault. Of empty texts, as no
+    # character is sure to be in the vocabulary.
+    preparer.tokenizer.encode_pieces([[""]] * 8)
     most = _memory_in_use()[0] + limit
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    now = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if now == resource.RLIM_INFINITY or most < now:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _memory_in_use() -> tuple[int, int]:

@@ -216,6 +216,28 @@ def test_a_tokenizer_that_is_not_supported(smollm2_description):
                 call()
 
 
+def test_a_vocabulary_without_text(byte_level):
+    """Nobody can write a word to it; the helper lives and says so."""
+    description = byte_level()
+    description["tokenizer.ggml.token_type"] = [3] * len(description["tokenizer.ggml.tokens"])
+    with TextService(description=description) as service:
+        (answer,) = service.prepare([TextRequest(prompt="a")])
+        assert answer.code == "unencodable_text" and service.num_restarts == 0
+        assert service.prepare([TextRequest(prompt=[3])]) == [Prepared((3,))]
+
+
+def test_an_address_space_that_is_limited_already(byte_level):
+    code = f"""
+import resource
+from coremill.coordinator.text.requests import TextRequest
+from coremill.coordinator.text.service import TextService
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+with TextService(description={byte_level()!r}) as service:
+    assert service.count([TextRequest(prompt="a")]) == [1]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
 def test_a_pack_that_is_not_there(tmp_path):
     from coremill.config.errors import CoremillError
 
