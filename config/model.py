@@ -19,6 +19,9 @@ MAX_LAYERS = 1 << 12
 MAX_VOCAB = 1 << 24
 MAX_CONTEXT = 1 << 30
 
+# `general.quantization_version` of the block formats as they are read here.
+_QUANTIZATION = 2
+
 
 class TensorShape(Protocol):
     """What this module and the layout need to know of a tensor in a file."""
@@ -125,6 +128,7 @@ class ModelSpec:
             UnsupportedModelError: the architecture is unknown, a key is missing or out of range, or the
                 model needs an operation coremill lacks; the message names the key and its value.
         """
+        _refuse_other_files(metadata)
         architecture = metadata.get("general.architecture")
         if not isinstance(architecture, str):
             raise UnsupportedModelError("general.architecture is missing: this is not a language model file")
@@ -133,6 +137,15 @@ class ModelSpec:
             known = ", ".join(sorted(_ARCHITECTURES))
             raise UnsupportedModelError(f"general.architecture '{architecture}' is not supported; supported: {known}")
         return reader(_Keys(metadata, architecture), tensors)
+
+
+def _refuse_other_files(metadata: Mapping[str, Any]) -> None:
+    """Files that hold something else than a model, or its blocks in another form than this version reads."""
+    kind, version = metadata.get("general.type", "model"), metadata.get("general.quantization_version", _QUANTIZATION)
+    if kind != "model":
+        raise UnsupportedModelError(f"general.type is {kind!r}: only files of whole models ('model') are supported")
+    if version != _QUANTIZATION:
+        raise UnsupportedModelError(f"general.quantization_version is {version!r}; only {_QUANTIZATION} is supported")
 
 
 def _require(condition: bool, field: str, value: Any) -> None:
@@ -202,6 +215,9 @@ _NEUTRAL: dict[str, float] = {
     "use_parallel_residual": False,
 }
 
+# `tensor_data_layout`: how the rows of q and k are ordered. Both names mean what rope's pairing "norm" expects.
+_ROW_ORDERS = ("reference", "Meta AI original pth")
+
 
 def _refuse_unknown_operations(keys: _Keys) -> None:
     for key, neutral in _NEUTRAL.items():
@@ -215,6 +231,9 @@ def _refuse_unknown_operations(keys: _Keys) -> None:
             f"{keys.full('attention.sliding_window')} is {window}, less than the context of {context}: "
             "sliding windows are not supported"
         )
+    order = keys.get("tensor_data_layout")
+    if order not in (None, *_ROW_ORDERS):
+        raise UnsupportedModelError(f"{keys.full('tensor_data_layout')} is {order!r}, which is not supported")
     if keys.get("attention.causal") is False:
         raise UnsupportedModelError(f"{keys.full('attention.causal')} is false: only causal models generate text")
 

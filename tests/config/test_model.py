@@ -113,6 +113,7 @@ def test_values_per_layer_that_agree_are_one_value():
         ("attention.causal", False, "causal"),
         ("logit_scale", 0.25, "not supported"),
         ("final_logit_softcapping", 30.0, "not supported"),
+        ("tensor_data_layout", "jploski", "'jploski', which is not supported"),
     ],
 )
 def test_refusals_name_the_key(key, value, words):
@@ -124,9 +125,15 @@ def test_refusals_name_the_key(key, value, words):
 def test_values_that_change_nothing_are_accepted():
     neutral = {"expert_count": 0, "logit_scale": 1.0, "attention.sliding_window": 4096, "attention.causal": True}
     assert read(neutral) == read()
+    assert read({"tensor_data_layout": "Meta AI original pth"}) == read()
+    assert read(**{"general.type": "model", "general.quantization_version": 2}) == read()
 
 
 def test_refusals_without_a_key():
+    with pytest.raises(UnsupportedModelError, match=r"general\.type is 'adapter': only .* whole models"):
+        read(**{"general.type": "adapter"})
+    with pytest.raises(UnsupportedModelError, match=r"general\.quantization_version is 99; only 2"):
+        read(**{"general.quantization_version": 99})
     with pytest.raises(UnsupportedModelError, match="'gpt-j' is not supported; supported: llama"):
         read(**{"general.architecture": "gpt-j"})
     with pytest.raises(UnsupportedModelError, match=r"general\.architecture is missing"):
