@@ -104,15 +104,11 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
         lines = LineReader(source, options.format)
         _check_chat(options, lines)
         table = RowTable()
-        files = ResultFiles(
-            options.output,
-            options.errors,
-            run_fingerprint(options, pack, ctx, lines.format, template),
-            table,
-            input_identity=source.identity,
-            stats=options.stats,
+        fingerprint = run_fingerprint(options, pack, ctx, lines.format, template)
+        paths, identity = (options.output, options.errors), source.identity
+        files = stack.enter_context(
+            ResultFiles(*paths, fingerprint, table, input_identity=identity, stats=options.stats)
         )
-        stack.callback(files.close)
         names = model_names(pack, options.model)
         rules = _rules(options, names, ctx)
         outcome, engine_stats, profiles = _check_resume(options, source, lines, table, rules), {"workers": []}, []
@@ -124,8 +120,8 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
             setting = _setting(pack, engine, groups, ctx)
             reporter.attach(setting, _format_note(lines), lambda: engine.stats(measure=False))
             rules = replace(rules, arena_tokens=engine.stats(measure=False)["arena"]["blocks"] * BLOCK_TOKENS)
-            fingerprint = system_fingerprint(pack.key, options.engine.kv)
-            maker = LineMaker(names[0], fingerprint, reproducing(options, lines.format))
+            system = system_fingerprint(pack.key, options.engine.kv)
+            maker = LineMaker(names[0], system, reproducing(options, lines.format))
             runner = _runner(options, source, lines, files, table, rules, maker, prepare, engine, reporter)
             outcome = runner.run()
             # A worker in a long step would keep the second of a Ctrl-C: then its last figures must do.

@@ -55,9 +55,12 @@ class AppendFile:
     def __init__(self, path: str, *, identity_refused: tuple[int, int] | None = None) -> None:
         self.path = path
         self.dirty = False
+        self._lock = threading.Lock()  # held while the size changes: another thread compares it
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         try:
+            self.created = not os.path.lexists(path)
             # Prompts and answers are nobody else's business; a stricter umask takes away more.
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+            self.fd = os.open(path, flags | (os.O_EXCL if self.created else 0), 0o600)
         except OSError as error:
             raise RunError(f"cannot write {path}: {error.strerror}") from None
         try:
@@ -79,30 +82,50 @@ class AppendFile:
             raise RunError(f"another run is writing {self.path}: wait for it or choose another name") from None
         except OSError as error:
             raise RunError(f"cannot lock {self.path}: {error.strerror}") from None
-        self.size = status.st_size
+        self.size = os.fstat(self.fd).st_size
+        self.check()
 
     def append(self, data: bytes) -> None:
         """All lines of `data` or, with a RunError, as many of them as could be written whole."""
         rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[os.write(self.fd, rest) :]
-        except OSError as error:
-            self.size += data.rfind(b"\n", 0, len(data) - len(rest)) + 1
-            with contextlib.suppress(OSError):  # on a broken disk the next run repairs the tail
-                os.ftruncate(self.fd, self.size)
-            raise RunError(
-                f"cannot write {self.path}: {error.strerror}. What is written so far is complete; "
-                "once there is room the same command goes on from there"
-            ) from error
-        self.size += len(data)
-        self.dirty = True
+        with self._lock:
+            try:
+                while rest:
+                    rest = rest[os.write(self.fd, rest) :]
+            except OSError as error:
+                self.size += data.rfind(b"\n", 0, len(data) - len(rest)) + 1
+                with contextlib.suppress(OSError):  # on a broken disk the next run repairs the tail
+                    os.ftruncate(self.fd, self.size)
+                raise RunError(
+                    f"cannot write {self.path}: {error.strerror}. What is written so far is complete; "
+                    "once there is room the same command goes on from there"
+                ) from error
+            self.size += len(data)
+            self.dirty = True
 
     def cut(self, size: int) -> None:
-        if size != self.size:
-            os.ftruncate(self.fd, size)
-            self.size = size
-            self.dirty = True
+        with self._lock:
+            if size != self.size:
+                os.ftruncate(self.fd, size)
+                self.size = size
+                self.dirty = True
+
+    def check(self) -> None:
+        """RunError when somebody else has removed, replaced or changed the file."""
+        with self._lock:
+            found, expected = os.fstat(self.fd).st_size, self.size
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            problem = "was removed or renamed"
+        else:
+            if (status.st_dev, status.st_ino) != self.identity:
+                problem = "was replaced by another file"
+            elif found != expected:
+                problem = f"has {found} bytes where {expected} were written: somebody else changed it"
+            else:
+                return
+        raise RunError(f"{self.path} {problem} during the run; rows that are not in it now are run by the next run")
 
     def sync(self) -> None:
         if self.dirty:
@@ -150,13 +173,31 @@ class ResultFiles:
             self._resume(fingerprint)
             _sync_folder(out)
         except BaseException:
+            self._remove_created()
             self._close_files()
             raise
         self._syncer = _Syncer(self._open)
+        self._written = False
+
+    def __enter__(self) -> ResultFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes. A run that failed says its own reason, and leaves no file behind that it made and never wrote to."""
+        if kind is None:
+            self.close()
+            return
+        self._syncer.stop()
+        if self._written:
+            self._syncer.sync()
+        else:
+            self._remove_created()
+        self._close_files()
 
     def write(self, records: Sequence[Record]) -> None:
         """Appends finished rows: once this returns they survive the death of any process."""
         self._syncer.check()
+        self._written = True
         self._journal.append(b"".join(record_line(record.key, record.digest) for record in records))
         if results := b"".join(record.line for record in records if not record.failed):
             self._out.append(results)
@@ -176,7 +217,9 @@ class ResultFiles:
     def close(self) -> None:
         """Syncs and closes. RunError when the disk refuses; the files are closed even then."""
         try:
-            self._syncer.close()
+            self._syncer.stop()
+            self._syncer.sync()
+            self._syncer.check()
         finally:
             self._close_files()
 
@@ -184,6 +227,13 @@ class ResultFiles:
         file = AppendFile(path, identity_refused=self._input_identity)
         self._open.append(file)
         return file
+
+    def _remove_created(self) -> None:
+        for file in self._open:
+            if file.created:
+                with contextlib.suppress(RunError, OSError):  # not ours any more, or not to be removed
+                    file.check()
+                    os.unlink(file.path)
 
     def _close_files(self) -> None:
         for file in self._open:
@@ -261,35 +311,38 @@ class ResultFiles:
 
 
 class _Syncer:
-    """Syncs files that were written to, once a second, on a thread of its own: a slow disk then delays no row."""
+    """Syncs files that were written to and looks whether they are still in place, once a second, on a thread of its
+    own: a slow disk then delays no row."""
 
     def __init__(self, files: list[AppendFile]) -> None:
         self._files = files
         self._stopping = threading.Event()
-        self._error: OSError | None = None
+        self._error: OSError | RunError | None = None
         self._thread = threading.Thread(target=self._run, name="coremill-sync", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
+        if isinstance(self._error, RunError):
+            raise self._error
         if self._error is not None:
             raise RunError(f"cannot sync the results to disk: {self._error.strerror}") from self._error
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._stopping.set()
         self._thread.join()
-        self._sync()
-        self.check()
 
     def _run(self) -> None:
         while not self._stopping.wait(SYNC_SECONDS):
-            self._sync()
+            self.sync()
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
         try:
             # The journal is first in the list: its records reach the disk before the rows they describe.
             for file in tuple(self._files):
                 file.sync()
-        except OSError as error:
+            for file in tuple(self._files):
+                file.check()
+        except (OSError, RunError) as error:
             self._error = error
 
 

@@ -171,7 +171,7 @@ class Batch:
                 str(self.out), errors, {**FINGERPRINT, **(fingerprint or {})}, table,
                 input_identity=source.identity, stats=stats,
             )  # fmt: skip
-            try:
+            with files:
                 if write_hook is not None:
                     files.write = write_hook(files.write)
                 asked = {"models": frozenset({"default", "fake"}), "ctx": CTX, "defaults": defaults}
@@ -182,8 +182,6 @@ class Batch:
                     **options,
                 )  # fmt: skip
                 outcome = runner.run()
-            finally:
-                files.close()
         finally:
             source.close()
             engine.close()

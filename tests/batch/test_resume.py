@@ -43,6 +43,7 @@ def crash(batch, monkeypatch, num_bytes, **options):
     """A run that dies after `num_bytes` bytes of output; True when it did not get that far."""
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", crash_after(num_bytes))
+        patched.setattr(os, "unlink", lambda path: None)  # the dead do not tidy up
         try:
             batch.run(**options)
         except Crash:
@@ -443,6 +444,75 @@ def test_templates_are_told_the_time_of_the_first_run(batch):
     batch.journal.write_bytes(json.dumps({**header, "started": 5}).encode() + b"\n")
     with pytest.raises(RunError, match="not a journal"):
         batch.run()
+
+
+def meddle(action, after=5):
+    """Wraps ResultFiles.write: `action` happens once so many rows are written."""
+
+    def hook(write):
+        written = 0
+
+        def writing(records):
+            nonlocal written
+            write(records)
+            written, before = written + len(records), written
+            if before < after <= written:
+                action()
+
+        return writing
+
+    return hook
+
+
+@pytest.mark.parametrize("which", ["out", "errors", "journal"])
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "somebody else"])
+def test_files_that_others_touch_during_the_run_are_noticed(batch, fake_engine, which, how):
+    batch.write(prompts(50))
+    engine = {"fail": frozenset({"row-0"})}
+    victim = getattr(batch, which)
+    elsewhere = batch.folder / "elsewhere"
+    actions = {
+        "removed": victim.unlink,
+        "renamed": lambda: victim.rename(elsewhere),
+        "replaced": lambda: (victim.rename(elsewhere), victim.write_bytes(elsewhere.read_bytes())),
+        "somebody else": lambda: os.truncate(victim, 0),
+    }
+    with pytest.raises(RunError, match=f"{victim.name} .*{how.removesuffix('d')}.* during the run"):
+        batch.run(engine=fake_engine(**engine, slots=1), write_hook=meddle(actions[how]), in_order=True)
+
+
+def test_a_removed_output_ends_the_run_soon(batch, fake_engine, monkeypatch):
+    monkeypatch.setattr("coremill.coordinator.batch.writer.SYNC_SECONDS", 0.01)
+    batch.write(prompts(2000))
+    engine = fake_engine(delay=0.005)
+    with pytest.raises(RunError, match=r"out\.jsonl was removed"):
+        batch.run(engine=engine, write_hook=meddle(batch.out.unlink))
+    assert len(engine.submitted) < 1000
+    batch.run()
+    assert len(batch.answers()) == 2000
+
+
+def test_runs_that_fail_before_the_first_row_leave_no_file(batch, fake_engine):
+    batch.write(prompts(3))
+    before = sorted(os.listdir(batch.folder))
+
+    def broken(requests):
+        raise EngineError("the helper is gone")
+
+    with pytest.raises(EngineError):
+        batch.run(prepare_with=broken)
+    assert sorted(os.listdir(batch.folder)) == before
+    batch.journal.write_text("my notes\n")
+    with pytest.raises(RunError, match="not a journal"):
+        batch.run()
+    assert sorted(os.listdir(batch.folder)) == [*before, batch.journal.name]
+    batch.journal.unlink()
+    batch.run(engine=fake_engine(fail=frozenset({"row-1"})))
+    kept = {path: path.read_bytes() for path in (batch.out, batch.errors, batch.journal)}
+    batch.write(prompts(5))
+    with pytest.raises(EngineError):
+        batch.run(prepare_with=broken)
+    assert {path: path.read_bytes() for path in kept} == kept
 
 
 def test_outputs_that_cannot_be(batch):
