@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from coremill.config.errors import ConfigError, ModelError
+from coremill.config.outputs import check_replaceable
 from coremill.config.settings import Settings
 from coremill.tools.options import Verb, takes
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CTX = 512
 
+_NPY_MAGIC = b"\x93NUMPY"
 # Between lines of progress when stderr is not a terminal.
 _REPORT_SECONDS = 5.0
 
@@ -80,6 +82,8 @@ def command(settings: Settings, file: str) -> None:
     from coremill.native.packfile import open_pack
     from coremill.tools.model_progress import ModelProgress
 
+    if settings["logits"] is not None:
+        check_replaceable("--logits", settings["logits"], _NPY_MAGIC, "an .npy file")
     text = _read(file)
     with ModelProgress() as progress:
         pack_path = ensure_pack(settings.require("model"), progress=progress)
@@ -213,7 +217,7 @@ def _logits_file(path: str | None, num_rows: int, vocab_size: int) -> Iterator[A
         return
     import numpy as np
 
-    part = f"{path}.part"
+    part = f"{path}.{os.getpid()}.part"
     try:
         out = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(num_rows, vocab_size))
         # All of it now: a full disk would otherwise be a SIGBUS in the middle.

@@ -111,6 +111,22 @@ def test_what_is_refused(run, tmp_path, content, options, message):
         run(path, *options)
 
 
+def test_logits_replace_logits_only(run, text, tmp_path, smollm2_pack):
+    notes, part, out = tmp_path / "notes", tmp_path / "out.npy.part", tmp_path / "out.npy"
+    for path in (notes, part):
+        path.write_bytes(b"mine")
+    for victim in (text, notes, smollm2_pack):
+        before = victim.stat()
+        with pytest.raises(ConfigError, match=rf"--logits .*{victim.name}.* is not an \.npy file"):
+            run(text, "--logits", victim)
+        assert victim.stat().st_ino == before.st_ino and victim.stat().st_mtime_ns == before.st_mtime_ns
+    np.save(out, np.zeros(3))
+    short = tmp_path / "text"
+    short.write_text("One, two, three, four, five")
+    run(short, "--logits", out)
+    assert np.load(out, mmap_mode="r").ndim == 2 and part.read_bytes() == b"mine"
+
+
 def test_logits_to_a_place_that_cannot_be_written(run, text, tmp_path):
     with pytest.raises(ConfigError, match="No such file or directory"):
         run(text, "--logits", tmp_path / "absent" / "out.npy")
