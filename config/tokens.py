@@ -19,6 +19,9 @@ CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
 BYTE = 6
+_TYPES = frozenset({NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE})
+# What files have as the id of a token that they do not have: -1.
+_NO_ID = (-1, 2**32 - 1)
 
 # Spellings of control tokens that end a turn or a text. A model that names only one of them as its
 # `eos_token_id` may still generate another (base models tuned for chat often do).
@@ -59,12 +62,13 @@ _PREFIX = "tokenizer.ggml."
 
 # Fields of a description and the Python types their values (or the values in them) may have.
 _LISTS = {"tokens": (str,), "token_type": (int,), "merges": (str,), "scores": (float, int)}
-_VALUES = {"model": (str,), "pre": (str,), "add_bos_token": (bool,), "add_space_prefix": (bool,)}
+_FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
+_VALUES = {"model": (str,), "pre": (str,), **{name: (bool,) for name in _FLAGS}}
 _IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 
 
 def check_description(description: Mapping[str, Any]) -> None:
-    """ModelError naming the first field whose value is of the wrong type: anybody can write a model file."""
+    """ModelError naming the first field whose value is wrong or not supported: anybody can write a model file."""
     for name, types in _LISTS.items():
         value = description.get(_PREFIX + name)
         if value is None:
@@ -78,6 +82,16 @@ def check_description(description: Mapping[str, Any]) -> None:
             raise ModelError(f"{_PREFIX}{name}: {value!r} is not of type {types[0].__name__}")
     if not isinstance(description.get("tokenizer.chat_template", ""), str):
         raise ModelError("tokenizer.chat_template: must be text")
+    if description.get(_PREFIX + "add_eos_token"):
+        raise UnsupportedModelError(
+            "tokenizer.ggml.add_eos_token is true: a prompt that ends with the end of text has no continuation"
+        )
+    unknown = set(description.get(_PREFIX + "token_type") or ()) - _TYPES
+    if unknown:
+        raise ModelError(f"{_PREFIX}token_type: there is no type {min(unknown)}; types go from {NORMAL} to {BYTE}")
+    if description.get(_PREFIX + "tokens"):
+        for name in _IDS:
+            special_id(description, name)
 
 
 def vocabulary(description: Mapping[str, Any]) -> Sequence[str]:
@@ -102,8 +116,7 @@ def token_types(description: Mapping[str, Any]) -> Sequence[int]:
 def special_id(description: Mapping[str, Any], name: str) -> int | None:
     """The id stored as `tokenizer.ggml.<name>_token_id` (bos, eos, eot, unknown, ...), or None.
 
-    Raises ModelError for an id outside the vocabulary, except for padding and unknown: nothing here depends on
-    those, and converters write placeholders.
+    Raises ModelError for an id outside the vocabulary; padding and unknown, on which little depends, may also be -1.
     """
     key = f"{_PREFIX}{name}_token_id"
     value = description.get(key)
@@ -111,7 +124,7 @@ def special_id(description: Mapping[str, Any], name: str) -> int | None:
         return None
     size = len(vocabulary(description))
     if not 0 <= value < size:
-        if name in ("padding", "unknown"):
+        if name in ("padding", "unknown") and value in _NO_ID:
             return None
         raise ModelError(f"{key}: {value} is outside the vocabulary of {size} tokens")
     return int(value)

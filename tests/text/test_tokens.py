@@ -47,6 +47,8 @@ def test_control_ids_include_mistyped_ones_but_no_letters():
 def test_malformed():
     with pytest.raises(ModelError, match="bos_token_id: 7 is outside"):
         special_id(description([("a", 1)], bos_token_id=7), "bos")
+    with pytest.raises(ModelError, match="unknown_token_id: 1 is outside"):
+        special_id(description([("a", 1)], unknown_token_id=1), "unknown")
     assert special_id(description([("a", 1)], padding_token_id=2**32 - 1), "padding") is None
     with pytest.raises(ModelError, match="'<0xG1>' is not of the form"):
         byte_token_value("<0xG1>")
@@ -65,10 +67,15 @@ def test_malformed():
         ("ggml.bos_token_id", "1"),
         ("ggml.eos_token_id", True),
         ("ggml.add_bos_token", 1),
+        ("ggml.add_eos_token", True),
+        ("ggml.token_type", [1, 99]),
+        ("ggml.token_type", [0]),
+        ("ggml.padding_token_id", 10_000),
+        ("ggml.unknown_token_id", 10_000),
         ("chat_template", ["x"]),
     ],
 )
-def test_values_of_the_wrong_type(byte_level, field, value):
+def test_wrong_values(byte_level, field, value):
     check_description(byte_level())
     with pytest.raises(ModelError, match=field):
         check_description(byte_level() | {"tokenizer." + field: value})
