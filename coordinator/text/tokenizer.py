@@ -12,6 +12,7 @@ that may use them) the text is cut at their spellings here, and only the rest re
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -253,6 +254,10 @@ def _byte_pair_model(vocab: dict[str, int], merges: Sequence[str], *, whole_word
     """The library's model. Merges that lead to or over a control token are left out."""
     from tokenizers import models
 
+    # Of equal ones the library would take the last and others the first, which cuts texts differently.
+    if len(set(merges)) != len(merges):
+        twice = next(merge for merge, count in Counter(merges).items() if count > 1)
+        raise ModelError(f"tokenizer.ggml.merges: {twice!r} is there twice, so its rank is unknown")
     pairs = [tuple(merge.split(" ")) for merge in merges]
     try:
         return models.BPE(vocab, pairs, ignore_merges=whole_words)

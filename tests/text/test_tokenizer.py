@@ -158,6 +158,7 @@ class TestRefusals:
         [
             ({"merges": None}, "merges is missing"),
             ({"merges": ["a b c"]}, "entry 0 is not two tokens"),
+            ({"merges": ["a b", "c d", "a b"]}, "'a b' is there twice"),
             ({"token_type": [1]}, "1 entries for"),
             ({"eos_token_id": 10_000}, "eos_token_id: 10000 is outside the vocabulary"),
             ({"extra": [("a", 1)]}, "'a' is both id"),
