@@ -54,7 +54,7 @@ def test_the_package_hands_it_out():
 def test_a_prompt(shared):
     job = shared.submit("ab cd", max_tokens=5, temperature=0, custom_id="mine")
     assert isinstance(job, Future)
-    result = job.result(30)
+    result = job.result(60)
     assert isinstance(result, Completion)
     assert (result.custom_id, job.custom_id) == ("mine", "mine")
     assert result.usage.completion_tokens == len(result.token_ids) <= 5
@@ -65,16 +65,16 @@ def test_a_prompt(shared):
 
 
 def test_a_chat_is_its_template_and_token_ids_are_taken_as_they_are(shared):
-    chat = shared.submit(messages=MESSAGES, max_tokens=8, seed=4).result(30)
-    text = shared.submit("hello there", max_tokens=8, seed=4).result(30)  # this model's template adds nothing
+    chat = shared.submit(messages=MESSAGES, max_tokens=8, seed=4).result(60)
+    text = shared.submit("hello there", max_tokens=8, seed=4).result(60)  # this model's template adds nothing
     assert chat.token_ids == text.token_ids
     ids = [5, 6, 7]
-    assert shared.submit(prompt_ids=ids, max_tokens=3).result(30).usage.prompt_tokens == 3
+    assert shared.submit(prompt_ids=ids, max_tokens=3).result(60).usage.prompt_tokens == 3
 
 
 def test_seeds(shared):
     def tokens(**more):
-        return shared.submit("a", max_tokens=20, **more).result(30).token_ids
+        return shared.submit("a", max_tokens=20, **more).result(60).token_ids
 
     assert tokens(seed=1) == tokens(seed=1) != tokens(seed=2)
     assert tokens(custom_id="x") == tokens(custom_id="x") != tokens(custom_id="y")
@@ -82,9 +82,9 @@ def test_seeds(shared):
 
 
 def test_stop_strings_end_the_text(shared):
-    whole = shared.submit(prompt_ids=[9], max_tokens=60, seed=3).result(30)
+    whole = shared.submit(prompt_ids=[9], max_tokens=60, seed=3).result(60)
     stop = next(pair for pair in map("".join, pairwise(whole.text)) if pair.isascii() and pair.isalnum())
-    result = shared.submit(prompt_ids=[9], max_tokens=60, seed=3, stop=[stop]).result(30)
+    result = shared.submit(prompt_ids=[9], max_tokens=60, seed=3, stop=[stop]).result(60)
     assert result.text == whole.text[: whole.text.index(stop)]
     assert result.finish_reason == "stop"
 
@@ -129,19 +129,19 @@ def test_each_wrong_field_is_refused_by_its_name(shared, field, wrong):
             shared.submit(**given)
         assert caught.value.code == "invalid_value"
         assert caught.value.param.split(".")[0] == field and f"'{field}" in caught.value.message
-    assert shared.submit("a", max_tokens=1).result(30)  # nobody else has noticed
+    assert shared.submit("a", max_tokens=1).result(60)  # nobody else has noticed
 
 
 def test_what_programs_have_instead_of_json(shared):
     """Numbers of numpy, anything that can be gone through, any mapping."""
-    plain = shared.submit(prompt_ids=[5, 6, 7], max_tokens=4, temperature=0.5, top_k=9, seed=3, stop=["q"]).result(30)
+    plain = shared.submit(prompt_ids=[5, 6, 7], max_tokens=4, temperature=0.5, top_k=9, seed=3, stop=["q"]).result(60)
     same = shared.submit(
         prompt_ids=np.array([5, 6, 7]), max_tokens=np.int64(4), temperature=np.float32(0.5), top_k=np.uint8(9),
         seed=np.int64(3), stop=(stop for stop in "q"), priority=np.int32(2),
-    ).result(30)  # fmt: skip
+    ).result(60)  # fmt: skip
     assert same.token_ids == plain.token_ids
-    chat = shared.submit(messages=iter([MappingProxyType(MESSAGES[0])]), max_tokens=4, seed=3).result(30)
-    assert chat.token_ids == shared.submit(messages=MESSAGES, max_tokens=4, seed=3).result(30).token_ids
+    chat = shared.submit(messages=iter([MappingProxyType(MESSAGES[0])]), max_tokens=4, seed=3).result(60)
+    assert chat.token_ids == shared.submit(messages=MESSAGES, max_tokens=4, seed=3).result(60).token_ids
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_what_turns_out_wrong_later_is_raised_by_the_result(shared, given, code)
         assert error.code == code
         return
     with pytest.raises(RequestError) as caught:
-        job.result(30)
+        job.result(60)
     assert caught.value.code == code
 
 
 def test_many_threads(shared):
-    reference = {n: shared.submit("a b c", max_tokens=20, seed=n).result(30).token_ids for n in range(8)}
+    reference = {n: shared.submit("a b c", max_tokens=20, seed=n).result(60).token_ids for n in range(8)}
     found: dict[tuple[int, int], tuple] = {}
 
     def ask(thread: int) -> None:
@@ -191,12 +191,12 @@ def test_cancel(shared):
         job.cancel()
     done = [job for job in jobs if not job.cancelled()]
     assert all(job.result(0).token_ids for job in done)
-    assert len(shared.submit("a", max_tokens=3, seed=1).result(10).token_ids) > 0
+    assert len(shared.submit("a", max_tokens=3, seed=1).result(60).token_ids) > 0
 
 
 def test_stats(shared):
     assert shared.wait_ready(30)
-    shared.submit("a", max_tokens=3).result(30)
+    shared.submit("a", max_tokens=3).result(60)
     workers = shared.stats()["workers"]
     assert sum(worker["decode_tokens"] for worker in workers) > 0
     assert all(worker["pss_bytes"] for worker in workers)
@@ -234,13 +234,13 @@ def test_made_in_a_thread_that_ends(tiny_pack):
     thread.start()
     thread.join()
     with made[0] as coordinator:
-        assert coordinator.submit("a", max_tokens=2).result(30)
+        assert coordinator.submit("a", max_tokens=2).result(60)
 
 
 def test_a_forked_child_gets_errors_not_hangs(tiny_pack):
     with Coordinator(tiny_pack, workers=1) as coordinator:
         job = coordinator.submit("a", max_tokens=2)
-        job.result(30)
+        job.result(60)
         pending = coordinator.submit("a", max_tokens=400)
         read_end, write_end = os.pipe()
         child = os.fork()
@@ -259,7 +259,7 @@ def test_a_forked_child_gets_errors_not_hangs(tiny_pack):
             said = json.load(answer)
         os.waitpid(child, 0)
         assert len(said) == 3 and all("fork" in text for text in said)
-        assert pending.result(30)
+        assert pending.result(60)
 
 
 SCRIPT = """
@@ -307,7 +307,7 @@ def test_what_a_coordinator_killed_at_start_leaves_is_swept_by_the_next(tiny_pac
 
 def test_a_program_that_ends_without_close_leaves_nothing(tiny_pack, tmp_path):
     process = run_script(tiny_pack, tmp_path, 300, "end")
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert errors == b""
     assert gone(json.loads(output), 0.5)

@@ -38,7 +38,7 @@ def start(pack):
         engine.events = events
         engines.append(engine)
         engine.start()
-        assert engine.wait_ready(30)
+        assert engine.wait_ready(60)
         return engine
 
     yield make
@@ -64,7 +64,7 @@ def deaths(engine) -> list[dict]:
 
 def assert_ended_by(engine, futures, cause: str) -> None:
     """The run ends for this cause; no row is blamed, none runs again."""
-    results = [future.result(30) for future in futures]
+    results = [future.result(60) for future in futures]
     errors = {result.error.code for result in results if result.error is not None}
     assert errors == {"engine_failed"}
     engine.close()
@@ -73,7 +73,7 @@ def assert_ended_by(engine, futures, cause: str) -> None:
 
 
 def wait_until_all_work(engine) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not all(place.counters["steps"] > 1 for place in engine._shell.places):
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -141,7 +141,7 @@ def test_ended_from_outside_again_and_again_charges_nobody(start, number, reques
 
     for _ in range(5):
         before = acknowledged()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while acknowledged() <= before and not future.done():
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -41,7 +41,7 @@ class Peer:
 
 
 def receive(transport):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (received := transport.receive()) is None:
         assert time.monotonic() < deadline
         transport.socket.poll(100)

@@ -29,7 +29,7 @@ def service(smollm2_description):
         yield service
 
 
-def wait_until(condition, seconds=10.0):
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -133,7 +133,7 @@ def test_a_kill_from_outside_charges_nobody(smollm2_description):
                 with contextlib.suppress(ProcessLookupError):  # it may still be the one killed before
                     os.kill(service.pid, signal.SIGKILL)
             ids = [(26843,), HELLO_IDS.ids, (26843,)]
-            assert future.result(30) == ids
+            assert future.result(60) == ids
         assert service.num_restarts >= 3
 
 
