@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from coremill.config.errors import ConfigError, EngineClosedError, EngineError, 
 from coremill.config.request import CHAT_URL, COMPLETIONS_URL, GenerationRequest, SequenceResult, parse_body
 from coremill.config.request_fields import check_custom_id, check_int, check_token_ids, invalid
 from coremill.coordinator.admission import sequence_request
+from coremill.coordinator.callbacks import call_back
 from coremill.coordinator.limits import MAX_PRIORITY
 from coremill.coordinator.text.requests import TextRequest
 from coremill.coordinator.text.service import TextService
@@ -82,11 +84,14 @@ class Job(Future):
         self.priority = priority
         self._coordinator = coordinator
         self._ticket: int | None = None
+        self._told = threading.Lock()  # whoever gets it tells those who wait for several jobs
 
     def cancel(self) -> bool:
         """Stop it, within one step if it is running. False when it is done already."""
         if not super().cancel():
             return False
+        if self._told.acquire(blocking=False):
+            self.set_running_or_notify_cancel()
         self._coordinator._cancel(self)
         return True
 
@@ -96,12 +101,12 @@ class Job(Future):
         return super().result(timeout)
 
     def _finish(self, outcome: Completion | Exception) -> None:
-        if not self.set_running_or_notify_cancel():
+        """On a thread of ours, as are the callbacks that its owner has given it."""
+        if not self._told.acquire(blocking=False) or not self.set_running_or_notify_cancel():
             return
-        if isinstance(outcome, Exception):
-            self.set_exception(outcome)
-        else:
-            self.set_result(outcome)
+        # Future itself catches what a callback raises, but not SystemExit and the like.
+        finish = self.set_exception if isinstance(outcome, Exception) else self.set_result
+        call_back("a job's callback", finish, outcome)
 
 
 class Coordinator:
@@ -228,11 +233,15 @@ class Coordinator:
         return self._engine.wait_ready(timeout)
 
     def close(self) -> None:
-        """End workers and helper and wait for them. Unfinished jobs raise EngineClosedError. May be repeated."""
+        """End workers and helper and wait for them. Unfinished jobs raise EngineClosedError. May be repeated.
+
+        In a callback, which runs on one of our threads, it only begins to.
+        """
         if os.getpid() != self._owner:
             return  # a forked child has nothing to close
-        self._text.close()
-        self._engine.close()
+        wait = not (self._text.is_own_thread or self._engine.is_own_thread)
+        self._text.close(wait)
+        self._engine.close(wait)
 
     def __enter__(self) -> Coordinator:
         return self

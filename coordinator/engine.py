@@ -21,6 +21,7 @@ from coremill.config.engine import EngineConfig
 from coremill.config.errors import ConfigError, EngineClosedError, EngineError, RequestError
 from coremill.config.request import SequenceRequest, SequenceResult
 from coremill.config.topology import CoreGroup
+from coremill.coordinator.callbacks import call_back
 from coremill.coordinator.events import Cancelled, Closing, Event, Submitted, Workers
 from coremill.coordinator.pool import WORKER_COMMAND
 from coremill.coordinator.shell import Shell
@@ -169,7 +170,7 @@ class Engine:
         self._check_owner()
         measured: Future = Future()
         with self._lock:
-            if measure and self._open and threading.current_thread() is not self._thread:
+            if measure and self._open and not self.is_own_thread:
                 self._post(measured)
             else:
                 measured.set_result(None)
@@ -181,18 +182,24 @@ class Engine:
         """Per worker (label, kind, calls, seconds) of each operation of a step, as of the last stats()."""
         return self._shell.places.profiles() if self._shell else []
 
-    def close(self) -> None:
-        """Stop the workers and wait until everything has ended; unfinished sequences end "engine_closed".
+    def close(self, wait: bool = True) -> None:
+        """Stop the workers, and wait until everything has ended; unfinished sequences end "engine_closed".
 
-        In a forked child it does nothing: the engine is the parent's.
+        A callback does not wait: it runs on the thread that does the work. In a forked child nothing happens: the
+        engine is the parent's.
         """
         if os.getpid() != self._owner:
             return
         with self._lock:
             if self._open:
                 self._post(Closing())
-        if self._thread is not None and threading.current_thread() is not self._thread:
+        if wait and self._thread is not None and not self.is_own_thread:
             self._thread.join()
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether this is called by a callback."""
+        return threading.current_thread() is self._thread
 
     def _check_owner(self) -> None:
         if os.getpid() != self._owner:
@@ -262,20 +269,11 @@ class Engine:
 
     def _finished(self, ticket: int, result: SequenceResult) -> None:
         _, on_done = self._waiting.pop(ticket)
-        self._call("on_done", on_done, result)
+        call_back("on_done", on_done, result)
 
     def _tell(self, event: dict[str, Any]) -> None:
         if self._on_event is not None:
-            self._call("on_event", self._on_event, event)
-
-    @staticmethod
-    def _call(name: str, callback: Callable[[Any], None], argument: Any) -> None:
-        try:
-            callback(argument)
-        except Exception:  # its author's bug must not stop everybody's engine
-            import logging
-
-            logging.getLogger("coremill").exception("%s(%r) raised", name, argument)
+            call_back("on_event", self._on_event, event)
 
     def _shut_down(self) -> None:
         self._failure = self._failure or self._shell.failure

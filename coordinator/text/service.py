@@ -144,15 +144,17 @@ class TextService:
         helper = self._helper
         return None if helper is None else helper.pid
 
-    def close(self) -> None:
-        """End the helper. Rows that are still waiting fail with EngineClosedError."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+    def close(self, wait: bool = True) -> None:
+        """End the helper, and wait for that. Rows that are still waiting fail with EngineClosedError."""
+        self._closed = True
         self._wake_up()
-        if self._settings["parent"] == os.getpid():
+        if wait and self._settings["parent"] == os.getpid():
             self._thread.join()
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether this is called by a callback of a future of ours."""
+        return threading.current_thread() is self._thread
 
     def __enter__(self) -> TextService:
         return self
@@ -187,7 +189,7 @@ class TextService:
         try:
             while not self._closed and self._failure is None:
                 self._turn()
-        except Exception as error:  # ours: the callers must not wait for ever
+        except BaseException as error:  # ours: the callers must not wait for ever
             self._failure = EngineError(f"the text service failed: {type(error).__name__}: {error}")
         self._finish()
 
