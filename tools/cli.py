@@ -101,8 +101,8 @@ def _exit_code_of(call: Callable[[], Any]) -> int:
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("coremill: interrupted", err=True)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return _give_up_stdout()
+    except BrokenPipeError:  # the reader of a pipe has left (`coremill ... | head`): click exits alike
+        return EXIT_ERROR
     except Exception as error:
         if os.environ.get("COREMILL_DEBUG", "0") not in ("", "0"):
             raise
@@ -123,13 +123,6 @@ def _report(error: Exception) -> int:
     if isinstance(error, ConfigError):
         return EXIT_USAGE
     return EXIT_RESUME_REFUSED if isinstance(error, ResumeRefusedError) else EXIT_ERROR
-
-
-def _give_up_stdout() -> int:
-    """The reader of a pipe has left (`coremill ... | head`): nothing to complain about, and click exits alike."""
-    # Python flushes stdout once more at exit, and would complain then.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_ERROR
 
 
 @click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -69,7 +69,12 @@ def command(input: str, settings: Settings) -> int:
     outcome, workers = end.outcome, end.stats["workers"]
     errors = options.errors or default_errors_path(options.output)
     if settings["show"]:
-        _show_results(outcome.first, (options.output, errors))
+        try:
+            _show_results(outcome.first, (options.output, errors))
+        except BrokenPipeError:  # whoever read them has seen enough
+            pass
+        except OSError as error:  # the run is done and has its own exit code
+            reporter.say(f"the first rows cannot be shown: {error.filename}: {error.strerror}")
     if workers:
         width = shutil.get_terminal_size().columns if sys.stderr.isatty() else 120
         click.echo("\n".join(worker_table(workers, outcome.progress.seconds, width)), err=True)

@@ -51,8 +51,8 @@ class Command:
         self.input.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
         self._model, self._environ = str(model), {**os.environ, "COREMILL_CACHE": str(cache)}
 
-    def start(self, *options, source=None, stdin=subprocess.DEVNULL):
-        command = [sys.executable, "-m", "coremill.tools", "run", source or str(self.input), "-m", self._model]
+    def start(self, *options, source=None, stdin=subprocess.DEVNULL, within=()):
+        command = [*within, sys.executable, "-m", "coremill.tools", "run", source or str(self.input), "-m", self._model]
         command += ["-o", str(self.out), "--stats", str(self.stats), *options]
         return subprocess.Popen(
             command, env=self._environ, stdin=stdin, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -269,3 +269,16 @@ def test_refusals_say_why_and_start_nothing(command):
     assert code == 1 and "input itself" in said
     code, said = run.finish(run.start("--ctx", "100000"))
     assert code == 2 and "8192" in said
+
+
+def test_runs_do_not_depend_on_who_listens(command):
+    """Standard streams that are closed, full, or without a reader: every row is run, and the summary said if it can."""
+    run = command()
+    run.input.write_text('{"prompt": "One, two,", "max_tokens": 3, "temperature": 0}\n')
+    for streams, code in (("2>&-", 0), ("2>/dev/full", 0), ("2>&1 >&- | head -c 0", 0), (">/dev/full", 0)):
+        process = run.start("--show", "1", within=["/bin/bash", "-o", "pipefail", "-c", f'"$@" {streams}', "bash"])
+        found, said = run.finish(process)
+        assert found == code, said
+        assert run.out.read_bytes().count(b"\n") == 1
+        run.out.unlink()
+    assert "cannot be shown: standard output: No space left" in said and "rows: 1 read = 1 results" in said

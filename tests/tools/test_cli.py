@@ -1,5 +1,6 @@
 """The command line as a whole: start, help, errors and exit codes."""
 
+import os
 import subprocess
 import sys
 import types
@@ -14,11 +15,11 @@ from coremill.tools import cli
 from coremill.tools.options import Verb, document, takes
 
 RUN = [sys.executable, "-m", "coremill.tools"]
+# Makes every verb say something on stderr.
+MISSPELT = {**os.environ, "COREMILL_NOBODY": "1"}
 
 
 def coremill(*args: str, **environ: str) -> subprocess.CompletedProcess:
-    import os
-
     clean = {name: value for name, value in os.environ.items() if not name.startswith("COREMILL_")}
     return subprocess.run([*RUN, *args], capture_output=True, text=True, env=clean | environ)
 
@@ -105,10 +106,7 @@ def test_help_of_a_verb_has_examples_and_limits(verb):
         (BrokenPipeError(), cli.EXIT_ERROR),
     ],
 )
-def test_errors_become_one_line_and_a_code(verb, monkeypatch, error, code):
-    # Redirecting a real descriptor is for real processes.
-    monkeypatch.setattr(cli, "_give_up_stdout", lambda: cli.EXIT_ERROR)
-
+def test_errors_become_one_line_and_a_code(verb, error, code):
     def function(settings):
         raise error
 
@@ -178,21 +176,74 @@ def test_wrong_value_is_one_line():
 
 
 def test_closed_pipe_is_no_complaint():
-    done = subprocess.run(
-        [sys.executable, "-c", "from coremill.tools.cli import main; main(['--help'])"],
-        stdout=_closed_pipe(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    done = subprocess.run([*RUN, "--help"], stdout=closed_pipe(), stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (cli.EXIT_ERROR, "")
 
 
-def _closed_pipe() -> int:
-    import os
-
+def closed_pipe() -> int:
     reader, writer = os.pipe()
     os.close(reader)
     return writer
+
+
+def test_full_stdout_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*RUN, "cache", "path"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        cli.EXIT_ERROR,
+        "coremill: standard output: No space left on device\n",
+    )
+
+
+def test_nobody_needs_to_read_stderr():
+    """Closed, full or a pipe without a reader: what is asked for is done, and no error is made of it."""
+    with open("/dev/full", "w") as full:
+        for stderr in (full, closed_pipe()):
+            done = subprocess.run([*RUN, "cache", "path"], stdout=subprocess.PIPE, stderr=stderr, env=MISSPELT)
+            assert done.returncode == 0 and done.stdout
+    shell = ["/bin/sh", "-c", 'exec "$@" 2>&-', "sh", *RUN, "cache", "path"]
+    done = subprocess.run(shell, stdout=subprocess.PIPE, env=MISSPELT)
+    assert done.returncode == 0 and done.stdout.count(b"\n") == 1
+
+
+def test_closed_streams_are_not_files_of_the_run(tmp_path):
+    """The numbers of standard streams never go to another file."""
+    code = (
+        "import os, sys; from coremill.tools.streams import make_steady; make_steady()\n"
+        "print(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), *map(os.get_inheritable, range(3)), file=sys.stderr)\n"
+        "print('x', flush=True)"
+    )
+    shell = ["/bin/sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", code, str(tmp_path / "file")]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True)
+    number, *inherited = done.stderr.split()
+    assert int(number) > 2 and inherited == ["True"] * 3
+
+
+def test_sigterm_ends_as_a_closed_process_does():
+    code = (
+        "import os, signal, sys, tempfile; from coremill.tools import cli; from coremill.tools.start import start\n"
+        "def main(**extra):\n"
+        "    with tempfile.TemporaryDirectory() as folder:\n"
+        "        print(folder, flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        signal.pause()\n"
+        "cli.main = main; start()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (cli.EXIT_TERMINATED, "")
+    assert done.stdout.strip() and not os.path.exists(done.stdout.strip())
+
+
+def test_ctrl_c_while_importing_is_no_traceback():
+    code = (
+        "import sys; from coremill.tools.start import start\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop()); start()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (cli.EXIT_INTERRUPTED, "")
 
 
 def test_documentation_is_that_of_the_table(repo_root):

@@ -1,6 +1,6 @@
 """`python -m coremill`: the `coremill` command where no script is installed."""
 
-from coremill.tools.cli import main
+from coremill.tools.start import start
 
 if __name__ == "__main__":
-    main(prog_name="coremill")
+    start()
