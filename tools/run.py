@@ -48,7 +48,7 @@ def command(input: str, settings: Settings) -> int:
     """
     from coremill.config.engine import EngineConfig
     from coremill.config.request import SamplingParams
-    from coremill.coordinator.batch.job import BatchOptions, run_batch
+    from coremill.coordinator.batch.job import BatchOptions, run_batch, write_stats
     from coremill.coordinator.batch.report import make_reporter, worker_table
     from coremill.coordinator.batch.summary import exit_code, summary_lines
     from coremill.coordinator.batch.writer import default_errors_path
@@ -85,6 +85,8 @@ def command(input: str, settings: Settings) -> int:
         reporter.say(f"warning: the model was not left alone during the run: {change}")
     if settings["profile"]:
         _show_profile(end.profiles)
+    if options.stats is not None:
+        write_stats(options.stats, end.stats)
     return exit_code(outcome)
 
 

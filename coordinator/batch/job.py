@@ -7,6 +7,7 @@ rows                             the clock of `seconds` starts here: all workers
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 from coremill.config.arena import BLOCK_TOKENS
 from coremill.config.engine import EngineConfig
-from coremill.config.errors import ConfigError, RequestError
+from coremill.config.errors import ConfigError, RequestError, RunError
 from coremill.config.fingerprint import NUMERICS_VERSION, system_fingerprint, text_digest
 from coremill.config.outputs import check_replaceable
 from coremill.config.request import GenerationRequest, SamplingParams
@@ -127,10 +128,7 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
             # A worker in a long step would keep the second of a Ctrl-C: then its last figures must do.
             engine_stats = engine.stats(measure=outcome.stopped is None)
             profiles = engine.profiles()
-    stats = stats_object(outcome, engine_stats, startup_seconds)
-    if options.stats is not None:
-        write_stats(options.stats, stats)
-    return BatchEnd(outcome, stats, profiles, resolved.changes())
+    return BatchEnd(outcome, stats_object(outcome, engine_stats, startup_seconds), profiles, resolved.changes())
 
 
 def _start(
@@ -306,9 +304,16 @@ def _check_stats_path(path: str | None) -> None:
 
 
 def write_stats(path: str, stats: dict[str, Any]) -> None:
-    """Whole or not at all: others may be waiting for the file."""
+    """Whole or not at all: others may be waiting for the file. RunError when that is impossible."""
     beside = f"{path}.{os.getpid()}.tmp"
-    with open(beside, "w") as file:
-        json.dump(stats, file, indent=1)
-        file.write("\n")
-    os.replace(beside, path)
+    try:
+        with open(beside, "w") as file:
+            json.dump(stats, file, indent=1)
+            file.write("\n")
+        os.replace(beside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # not even made, or on a broken disk
+            os.unlink(beside)
+        raise RunError(
+            f"cannot write --stats {path}: {error.strerror}; results and errors are in their files"
+        ) from None

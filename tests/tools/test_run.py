@@ -1,7 +1,12 @@
 """`coremill run` as far as it gets without a model."""
 
+import errno
+import os
+
+import pytest
 from click.testing import CliRunner
 
+from coremill.config.errors import RunError
 from coremill.coordinator.batch.job import write_stats
 from coremill.tools import cli
 
@@ -9,6 +14,20 @@ from coremill.tools import cli
 def coremill(*args: object) -> tuple[int, str]:
     done = CliRunner().invoke(cli.main, [str(arg) for arg in args])
     return done.exit_code, done.stderr
+
+
+def test_stats_that_cannot_be_written_leave_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "stats.json"
+    write_stats(str(path), {"rows": 1})
+    before = path.read_bytes()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("json.dump", full)
+    with pytest.raises(RunError, match=r"--stats .*stats\.json: No space left"):
+        write_stats(str(path), {"rows": 2})
+    assert os.listdir(tmp_path) == ["stats.json"] and path.read_bytes() == before
 
 
 def test_stats_replace_stats_only(tmp_path):
