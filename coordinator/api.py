@@ -11,6 +11,7 @@ with Coordinator("model.gguf") as c:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import threading
@@ -88,6 +89,7 @@ class Job(Future):
 
     def cancel(self) -> bool:
         """Stop it, within one step if it is running. False when it is done already."""
+        self._coordinator._check_owner()
         if not super().cancel():
             return False
         if self._told.acquire(blocking=False):
@@ -99,6 +101,11 @@ class Job(Future):
         """The Completion; TimeoutError when it takes longer than `timeout` seconds."""
         self._coordinator._check_owner()  # in a forked child nobody would ever answer
         return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What `result` would raise, None when it is a Completion. Waits and times out as that does."""
+        self._coordinator._check_owner()
+        return super().exception(timeout)
 
     def _finish(self, outcome: Completion | Exception) -> None:
         """On a thread of ours, as are the callbacks that its owner has given it."""
@@ -118,7 +125,8 @@ class Coordinator:
         options: fields of EngineConfig (workers, cores_per_worker, max_active, ctx, arena, seed, ...).
 
     Usable from any number of threads. Workers start at once and load while you go on. After close(), or at the end
-    of the `with` block, unfinished jobs raise EngineClosedError.
+    of the `with` block, unfinished jobs raise EngineClosedError. One that nobody refers to any more, neither directly
+    nor by a job, closes when it is collected.
     """
 
     def __init__(
@@ -136,14 +144,16 @@ class Coordinator:
             raise ConfigError(f"model is {model!r}: it must be the path of a file or a short name")
         self.config = EngineConfig.from_keywords(**options)
         pack_path = ensure_pack(model)
-        # The text helper takes longest to load, so it comes first, and our own imports behind it.
-        self._text = TextService(pack_path, max_tokens=self.config.ctx or DEFAULT_CTX)
-        try:
-            self._engine = _start_engine(pack_path, self.config, on_event)
-        except BaseException:
-            self._text.close()
-            raise
+        with contextlib.ExitStack() as undo:  # also on Ctrl-C
+            # The text helper takes longest to load, so it comes first, and our own imports behind it.
+            self._text = TextService(pack_path, max_tokens=self.config.ctx or DEFAULT_CTX)
+            undo.callback(self._text.close)
+            self._engine = _new_engine(pack_path, self.config, on_event)
+            undo.callback(self._engine.close)
+            self._engine.start()
+            undo.pop_all()
         _coordinators.add(self)
+        weakref.finalize(self, _let_go, self._owner, self._text, self._engine)
 
     # ---- jobs ----
 
@@ -257,14 +267,19 @@ class Coordinator:
             )
 
 
-def _start_engine(pack_path: Path, config: EngineConfig, on_event: Callable[[dict[str, Any]], None] | None) -> Engine:
+def _new_engine(pack_path: Path, config: EngineConfig, on_event: Callable[[dict[str, Any]], None] | None) -> Engine:
     from coremill.config.topology import discover
     from coremill.coordinator.engine import Engine
 
     groups = discover(workers=config.workers, cores_per_worker=config.cores_per_worker)
-    engine = Engine(pack_path, config, groups, on_event=on_event)
-    engine.start()
-    return engine
+    return Engine(pack_path, config, groups, on_event=on_event)
+
+
+def _let_go(owner: int, text: TextService, engine: Engine) -> None:
+    """Nobody has the coordinator any more. On whatever thread found that out, so nothing is waited for."""
+    if os.getpid() == owner:
+        text.close(wait=False)
+        engine.close(wait=False)
 
 
 def _listed(value: Any, param: str, limit: str) -> list[Any]:

@@ -71,11 +71,14 @@ class Engine:
         self._worker_command = tuple(worker_command)
         self._stop_ids = stop_ids
         self._owner = os.getpid()
-        self._lock = threading.Lock()
+        # Reentrant, as garbage collection anywhere may close an engine that nobody has any more.
+        self._lock = threading.RLock()
         self._inbox: deque[Event | Future] = deque()
         self._wake = -1
         self._woken = False
+        self._begun: float | None = None
         self._open = False
+        self._to_close = False
         self._waiting: dict[int, tuple[str, Callable[[SequenceResult], None]]] = {}  # by ticket, until finished
         self._num_tickets = 0
         self._all_ready = threading.Event()
@@ -94,17 +97,12 @@ class Engine:
         Errors: ConfigError, ModelError, UnsupportedHostError or WorkerStartError when that is impossible.
         """
         self._check_owner()
-        if self._thread is not None or self._shell is not None:
+        if self._begun is not None:
             raise EngineError("the engine has been started before")
         self._begun = time.monotonic()
         started: Future = Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="coremill-engine", daemon=True)
-        self._thread.start()
-        try:
-            started.result()
-        except BaseException:  # also Ctrl-C, while the thread goes on: close() must find it in one state or the other
-            wait([started])
-            raise
+        threading.Thread(target=self._run, args=(started,), name="coremill-engine", daemon=True).start()
+        started.result()  # Ctrl-C here leaves a thread that goes on until close()
 
     @property
     def max_length(self) -> int:
@@ -191,6 +189,7 @@ class Engine:
         if os.getpid() != self._owner:
             return
         with self._lock:
+            self._to_close = True
             if self._open:
                 self._post(Closing())
         if wait and self._thread is not None and not self.is_own_thread:
@@ -219,6 +218,7 @@ class Engine:
 
     def _run(self, started: Future) -> None:
         # Workers are children of this thread, which outlives them: the kernel ends them with it.
+        self._thread = threading.current_thread()
         try:
             self._set_up()
         except BaseException as error:
@@ -249,7 +249,10 @@ class Engine:
             raise
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._shell.watch(self._wake)
-        self._open = True
+        with self._lock:
+            self._open = True
+            if self._to_close:  # already
+                self._post(Closing())
 
     def _take_inbox(self) -> list[Event]:
         """What other threads have put there, in order."""

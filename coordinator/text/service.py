@@ -85,7 +85,8 @@ class TextService:
             "parent": os.getpid(),
         }
         self._time_limit, self._memory_limit = time_limit, memory_limit
-        self._lock = threading.Lock()
+        # Reentrant, as garbage collection anywhere may close a service that nobody has any more.
+        self._lock = threading.RLock()
         self._waiting: deque[Chunk] = deque()
         self._away: deque[Chunk] = deque()
         self._facts: dict[str, Any] = {}
@@ -101,7 +102,11 @@ class TextService:
         self._ended = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="coremill-text", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C, while the thread goes on
+            self.close(wait=False)
+            raise
 
     # ---- for everybody ----
 

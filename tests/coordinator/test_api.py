@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import pytest
 import coremill
 from coremill.config.errors import ConfigError, EngineClosedError, EngineError, ModelError, RequestError
 from coremill.coordinator import Completion, Coordinator
+from coremill.coordinator import engine as engine_module
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 
@@ -237,6 +239,38 @@ def test_made_in_a_thread_that_ends(tiny_pack):
         assert coordinator.submit("a", max_tokens=2).result(60)
 
 
+def test_dropped_without_close(tiny_pack):
+    coordinator = Coordinator(tiny_pack, workers=1)
+    kept = coordinator.submit("a", max_tokens=300)
+    pids = [worker["pid"] for worker in coordinator.stats()["workers"]] + [coordinator._text.pid]
+    dropped = threading.Event()
+    coordinator.submit("b", max_tokens=2).add_done_callback(lambda job: dropped.set())
+    del coordinator
+    assert kept.result(30).token_ids and dropped.wait(30)  # jobs are done all the same
+    assert all(lives(pid) for pid in pids)
+    del kept
+    gc.collect()
+    assert gone(pids, 30)
+
+
+@pytest.mark.parametrize("where", ["Storage", "Shell"])
+def test_ctrl_c_in_the_constructor(tiny_pack, monkeypatch, where):
+    processes, threads = set(psutil.Process().children()), set(threading.enumerate())
+    original = getattr(engine_module, where)
+
+    def interrupted(*args, **more):
+        made = original(*args, **more)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        return made
+
+    monkeypatch.setattr(engine_module, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Coordinator(tiny_pack, workers=1)
+    assert set(psutil.Process().children()) <= processes
+    assert set(threading.enumerate()) <= threads
+
+
 def test_a_forked_child_gets_errors_not_hangs(tiny_pack):
     with Coordinator(tiny_pack, workers=1) as coordinator:
         job = coordinator.submit("a", max_tokens=2)
@@ -246,7 +280,8 @@ def test_a_forked_child_gets_errors_not_hangs(tiny_pack):
         child = os.fork()
         if child == 0:
             said = []
-            for attempt in (lambda: coordinator.submit("a"), pending.result, coordinator.stats):
+            calls = (pending.result, pending.exception, pending.cancel, job.cancel, coordinator.stats)
+            for attempt in (lambda: coordinator.submit("a"), *calls):
                 try:
                     attempt()
                 except EngineError as error:
@@ -258,7 +293,7 @@ def test_a_forked_child_gets_errors_not_hangs(tiny_pack):
         with open(read_end) as answer:
             said = json.load(answer)
         os.waitpid(child, 0)
-        assert len(said) == 3 and all("fork" in text for text in said)
+        assert len(said) == 6 and all("fork" in text for text in said)
         assert pending.result(60)
 
 
