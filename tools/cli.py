@@ -6,6 +6,7 @@ adds the traceback.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -112,6 +113,9 @@ def _exit_code_of(call: Callable[[], Any]) -> int:
 def _report(error: Exception) -> int:
     from coremill.config.errors import ConfigError, CoremillError, ResumeRefusedError
 
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        click.echo(f"coremill: {os.strerror(error.errno)}: raise the limit (`ulimit -n`)", err=True)
+        return EXIT_ERROR
     # A file of the user's that cannot be opened is no fault of the program; anything else unexpected is one.
     if isinstance(error, OSError) and error.filename is not None and error.errno is not None:
         click.echo(f"coremill: {error.filename}: {os.strerror(error.errno)}", err=True)

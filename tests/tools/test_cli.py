@@ -101,6 +101,7 @@ def test_help_of_a_verb_has_examples_and_limits(verb):
         (errors.ResumeRefusedError("seed was 1"), cli.EXIT_RESUME_REFUSED),
         (errors.GGUFError("a.gguf", "magic", "is wrong", 0), cli.EXIT_ERROR),
         (errors.EngineError("two\nlines"), cli.EXIT_ERROR),
+        (OSError(24, "Too many open files"), cli.EXIT_ERROR),
         (FileNotFoundError(2, "No such file or directory", "in.jsonl"), cli.EXIT_ERROR),
         (KeyboardInterrupt(), cli.EXIT_INTERRUPTED),
         (BrokenPipeError(), cli.EXIT_ERROR),
@@ -217,6 +218,18 @@ def test_closed_streams_are_not_files_of_the_run(tmp_path):
     done = subprocess.run(shell, stderr=subprocess.PIPE, text=True)
     number, *inherited = done.stderr.split()
     assert int(number) > 2 and inherited == ["True"] * 3
+
+
+def test_the_limit_on_open_files():
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:])))\n"
+        "from coremill.tools import cli; from coremill.tools.start import start\n"
+        "cli.main = lambda **extra: print(resource.getrlimit(resource.RLIMIT_NOFILE)); start()"
+    )
+    for given, raised in ((("70", "100"), "(100, 100)\n"), (("100", "100"), "(100, 100)\n"), (("16", "16"), "")):
+        done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+        assert done.stdout == raised
+    assert done.returncode == cli.EXIT_ERROR and done.stderr.startswith("coremill: the limit on open files is 16")
 
 
 def test_sigterm_ends_as_a_closed_process_does():
