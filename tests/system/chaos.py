@@ -37,6 +37,17 @@ def workers_of(runs: Any) -> list[int]:
     return found
 
 
+def is_watched(pid: int) -> bool:
+    """Whether it has set up that it ends with its coordinator, even if stopped: the watching thread comes after that.
+
+    Who is stopped before, in the first moments of its life, ends when it is continued.
+    """
+    try:
+        return psutil.Process(pid).num_threads() > 1
+    except psutil.NoSuchProcess:
+        return False
+
+
 def send(pid: int, number: signal.Signals) -> bool:
     try:
         os.kill(pid, number)
@@ -50,13 +61,14 @@ def disturb(
 ) -> Figures:
     """The command again and again until it ends by itself, whatever it ends with.
 
-    every: seconds between two kills of a worker. deaths: how often the coordinator is killed, at equal shares of
+    every: seconds between two kills of a worker, twice as many after each that no row has come back since the one
+    before, so that slow machines get somewhere. deaths: how often the coordinator is killed, at equal shares of
     the rows. stop_at: share of the rows after which a worker is stopped, once.
     """
     figures, begun = Figures(), time.monotonic()
     marks = [num_rows * (number + 1) / (deaths + 1) for number in range(deaths)]
     process = runs.start("--stuck-after", str(STUCK_AFTER))
-    next_kill, stopped = begun + every, None
+    next_kill, pause, at_last_kill, stopped = begun + every, every, 0, None
     while process.poll() is None:
         time.sleep(0.02)
         now, finished = time.monotonic(), runs.num_rows()
@@ -64,16 +76,18 @@ def disturb(
         if marks and finished >= marks[0]:
             marks.pop(0)
             process.kill()
-            figures.said.append(process.communicate()[1])
+            process.wait()
             figures.coordinators_killed += 1
             assert runs.processes_after_a_second() == [], "processes outlive their coordinator by a second"
+            figures.said.append(process.communicate()[1])  # whoever is left would keep this open
             process = runs.start("--stuck-after", str(STUCK_AFTER))
-        elif stopped is None and finished >= stop_at * num_rows and (alive := workers_of(runs)):
+        elif stopped is None and finished >= stop_at * num_rows and (alive := [*filter(is_watched, workers_of(runs))]):
             stopped = rng.choice(alive)
             figures.workers_stopped += send(stopped, signal.SIGSTOP)
         elif now >= next_kill and (alive := [pid for pid in workers_of(runs) if pid != stopped]):
             figures.workers_killed += send(rng.choice(alive), signal.SIGKILL)
-            next_kill = now + every * rng.uniform(0.6, 1.4)
+            pause, at_last_kill = every if finished > at_last_kill else 2 * pause, finished
+            next_kill = now + pause * rng.uniform(0.6, 1.4)
     figures.said.append(process.communicate()[1])
     figures.seconds = time.monotonic() - begun
     return figures
