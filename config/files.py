@@ -37,7 +37,8 @@ def config_files(named: str | os.PathLike[str] | None, environ: Mapping[str, str
     """Files to read, the strongest first. A file that was named must exist, the others may."""
     found = [Path(named)] if named is not None else []
     for path in (Path(LOCAL_FILE), user_file(environ)):
-        if path is not None and path.is_file() and not any(_same(path, other) for other in found):
+        # Whatever has the name of a configuration file is meant as one: what cannot be read is an error, not ignored.
+        if path is not None and os.path.lexists(path) and not any(_same(path, other) for other in found):
             found.append(path)
     return found
 
@@ -75,6 +76,8 @@ def read_file(path: Path) -> dict[str, tuple[Any, str]]:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():  # a pipe that nobody writes to would be waited for
+            raise ConfigError(f"configuration file {path}: it is not a regular file")
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -50,6 +50,9 @@ class Number:
         return f"a number from {self.low:g} to {self.high:g}"
 
     def read(self, text: str) -> float:
+        # float() would take "1_0" and other scripts' digits, which nobody means.
+        if not text.isascii() or "_" in text:
+            raise ValueError
         return self.check(float(text))
 
     def check(self, value: Any) -> float:

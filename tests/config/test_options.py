@@ -1,6 +1,7 @@
 """The table of options and the order of precedence."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,8 @@ def test_opposites_in_a_file(elsewhere):
         ({"max_active": "1_0"}, {}, "--max-active is '1_0'"),
         ({}, {"COREMILL_WORKERS": "x"}, "COREMILL_WORKERS is 'x': it must be an integer from 1 to 4096"),
         ({"temperature": "nan"}, {}, "--temperature is 'nan': it must be a number from 0 to 2"),
+        ({"temperature": "\u0661"}, {}, "--temperature is '\u0661': it must be a number from 0 to 2"),
+        ({"top_p": "0_1"}, {}, "--top-p is '0_1': it must be a number from 0 to 1"),
         ({"arena": "8X"}, {}, "--arena is '8X': it must be a size of 1 byte to 1024 TiB, such as 512M"),
         ({"kv": "q3"}, {}, "--kv is 'q3': it must be one of f16, q8"),
         ({"output": ""}, {}, "--output is '': it must be a text that is not empty"),
@@ -186,6 +189,21 @@ def test_files_that_cannot_be_read(elsewhere):
     (elsewhere / "coremill.toml").write_bytes(b"#" * (2 << 20))
     with pytest.raises(ConfigError, match="larger than 1048576 bytes"):
         run()
+
+
+def test_what_has_the_name_of_a_file_but_is_none(elsewhere):
+    path = elsewhere / "coremill.toml"
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"coremill\.toml: it is not a regular file"):
+        run()
+    path.rmdir()
+    path.symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"coremill\.toml: No such file"):
+        run()
+    path.unlink()
+    os.mkfifo(elsewhere / "fifo")
+    with pytest.raises(ConfigError, match="fifo: it is not a regular file"):
+        run({"config": "fifo"})
 
 
 def test_missing_required_option():
