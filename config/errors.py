@@ -17,6 +17,8 @@ CoremillError
 
 from __future__ import annotations
 
+_MAX_PARAM_CHARS = 200
+
 
 class CoremillError(Exception):
     """Base of all errors that coremill raises on purpose."""
@@ -64,7 +66,7 @@ class RequestError(CoremillError):
 
     Attributes:
         code: stable machine-readable word, e.g. "context_length_exceeded".
-        param: dotted path of the offending field ("messages.0.content"), or None.
+        param: dotted path of the offending field ("messages.0.content"), cut where it is very long, or None.
         message: one sentence naming field, value and limit.
     """
 
@@ -72,7 +74,8 @@ class RequestError(CoremillError):
         super().__init__(message)
         self.code = code
         self.message = message
-        self.param = param
+        # A row may call its fields anything, at any length.
+        self.param = param if param is None or len(param) <= _MAX_PARAM_CHARS else param[:_MAX_PARAM_CHARS] + "..."
 
     def __reduce__(self) -> tuple:
         return (RequestError, (self.code, self.message, self.param))

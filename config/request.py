@@ -254,7 +254,7 @@ def _refuse_other_fields(given: Mapping[str, Any], kind: Kind) -> None:
         if no_ops is None:
             import difflib  # costs more to import than most runs need
 
-            close = difflib.get_close_matches(name, sorted(_FIELDS[kind]), n=1)
+            close = difflib.get_close_matches(name[:100], sorted(_FIELDS[kind]), n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise RequestError("unknown_parameter", f"{shown(name)} is not a field of a {kind} request{hint}", name)
         # 1 == True in Python, not in JSON.
@@ -310,7 +310,9 @@ def _check_message(message: Any, param: str) -> dict[str, str]:
     for name, value in message.items():
         if name not in ("role", "content") and value not in (None, []):
             raise RequestError(
-                "unsupported_parameter", f"'{param}.{name}': only role and content are supported", f"{param}.{name}"
+                "unsupported_parameter",
+                f"'{param}.{name[:60]}': only role and content are supported",
+                f"{param}.{name}",
             )
     for name in ("role", "content"):
         if message.get(name) is None:

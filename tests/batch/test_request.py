@@ -1,11 +1,12 @@
 """The parser of requests: what it takes, and that every refusal names its field."""
 
 import json
+import time
 
 import pytest
 
 from coremill.config.errors import RequestError
-from coremill.config.request import SamplingParams, check_sampling, parse_body, parse_line, row_seed
+from coremill.config.request import SamplingParams, check_sampling, parse_body, parse_line, parse_row, row_seed
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -245,3 +246,22 @@ def test_messages_say_what_to_do():
         parse_line("{bad json", 1)
     with pytest.raises(RequestError, match='write "7" with quotes'):
         parse_line('{"custom_id": 7, "prompt": "x"}', 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "x", "k" * 10**6: 1},
+        {"url": "/v1/completions", "method": "POST", "body": {"prompt": "x"}, "k" * 10**6: 1},
+        {"messages": [{"role": "user", "content": "x", "k" * 10**6: 1}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "k" * 10**6: 1}]}]},
+        {"prompt": "x", "metadata": {"k" * 10**6: "v"}},
+        {"prompt": "x", "k" * 10**6: "k" * 10**6},
+    ],
+)
+def test_errors_quote_little_of_a_row(row):
+    started = time.monotonic()
+    with pytest.raises(RequestError) as caught:
+        parse_row(row, 1)
+    assert len(caught.value.message) < 1000 and len(caught.value.param) < 300
+    assert time.monotonic() - started < 1
