@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,8 @@ from coremill.config.topology import CoreGroup
 WORKER_COMMAND = (sys.executable, "-P", "-m", "coremill.worker")
 # Signals that come from outside; every other death is the process' own doing.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-_KILL_AFTER = 2.0
+# How long all workers together may take to leave once their lifelines have ended, in seconds.
+_KILL_AFTER = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +158,10 @@ class WorkerPool:
         workers = list(self.processes.values())
         for worker in workers:
             os.close(worker.lifeline)
+        deadline = time.monotonic() + _KILL_AFTER
         for worker in workers:
             try:
-                worker.process.wait(_KILL_AFTER)
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()

@@ -275,6 +275,18 @@ def test_closing_answers_everybody(engine, monkeypatch):
     run.close()
 
 
+def test_closing_does_not_wait_for_stopped_workers(engine):
+    run = engine(2)
+    assert run.wait_ready(60)
+    children = pids(run)
+    for pid in children:
+        os.kill(pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    run.close()
+    assert time.monotonic() - begun < 2  # 0.7 s, on an idle machine
+    assert all(gone(pid) for pid in children)
+
+
 def test_a_callback_that_raises_is_its_own_affair(engine, sim, caplog):
     run = engine()
 
