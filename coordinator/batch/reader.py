@@ -115,6 +115,8 @@ class LineReader:
         stream, limit = self._source.stream, self._limit
         try:
             line = stream.readline(limit + 2)  # room for CR LF after a line of just the limit
+            if not line.endswith(b"\n"):
+                self._source.check_length()
             if not line:
                 return None
             self.num_lines += 1

@@ -68,6 +68,11 @@ class Source:
         """Bytes of a regular file (compressed bytes of a compressed one) read so far."""
         return self._raw.tell()
 
+    def check_length(self) -> None:
+        """RunError when somebody has made the file shorter: its last line now may be half a line."""
+        if self.size is not None and os.fstat(self._raw.fileno()).st_size < self.size:
+            raise RunError(f"{self.name} has become shorter while it was read: run again when it is complete")
+
     def interrupt(self) -> None:
         """Ends a read that waits for more on a pipe, from any thread; the content then ends where it is."""
         if isinstance(self._raw, PipeReader):

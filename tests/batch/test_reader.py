@@ -91,6 +91,19 @@ def test_compressed_files(read, name):
         assert len(read(packed(ROWS) + packed(ROWS), name)[1]) == 2000
 
 
+def test_a_file_that_is_cut_meanwhile_gives_no_half_row(tmp_path):
+    path = tmp_path / "in.jsonl"
+    for length in (9005, ROWS.index(b"\n", 9000) + 1):  # within a line, after one
+        path.write_bytes(ROWS * 50)
+        source = open_source(str(path))
+        lines = iter(LineReader(source))
+        next(lines)
+        os.truncate(path, 40 * len(ROWS) + length)
+        with pytest.raises(RunError, match="become shorter"):
+            [json.loads(line.data) for line in lines]
+        source.close()
+
+
 @pytest.mark.parametrize("name", ["in.jsonl.gz", "in.jsonl.zst"])
 def test_damaged_compressed_files_are_errors(read, name):
     packed = (gzip.compress if name.endswith("gz") else zstandard.compress)(ROWS)
