@@ -6,6 +6,8 @@
     arena      min(workers x max_active requests of `ctx` tokens, ARENA_SHARE of available - fixed)
                or what the user says, as long as fixed + arena are available
 
+and, under a limit on addresses (ulimit -v), no more of it than a worker can map beside the weights.
+
 The arena is filled only as sequences grow, so its size is a promise rather than a purchase; the plan keeps the
 promise payable beside the page cache that holds the weights and whatever else runs here.
 """
@@ -13,6 +15,7 @@ promise payable beside the page cache that holds the weights and whatever else r
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass, replace
 
 from coremill.config.arena import BLOCK_TOKENS
@@ -26,6 +29,10 @@ ARENA_SHARE = 0.5
 # A worker's interpreter, libraries and tables; coordinator and text helper together. Measured, with some air.
 WORKER_BYTES = 32 << 20
 BASE_BYTES = 96 << 20
+# Addresses of a worker beside weights, scratch and arena: libraries, and of each thread a stack (8 MiB) and the room
+# that malloc reserves for it (64 MiB). Measured, with some air.
+LIBRARY_ADDRESSES = 32 << 20
+THREAD_ADDRESSES = 80 << 20
 
 # What is free differs by some megabytes from one start to the next: page cache and kernel memory count as used.
 SUGGESTION_SLACK = 8 << 20
@@ -35,11 +42,15 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes. `why` names what sets the limit; `available` may be set by another ancestor than `limit` is."""
+    """Bytes. `why` names what sets the limit; `available` may be set by another ancestor than `limit` is.
+
+    addresses: what each process may map (RLIMIT_AS); None without such a limit.
+    """
 
     limit: int
     available: int
     why: str
+    addresses: int | None = None
 
 
 def parse_size(text: str) -> int:
@@ -79,7 +90,8 @@ def memory_budget(root: str | os.PathLike[str] = "/") -> MemoryBudget | None:
         return None
     limit, why = min(candidates)
     headroom = [free or limit, *(limit.available for limit in limits)]
-    return MemoryBudget(limit, min(headroom), why)
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return MemoryBudget(limit, min(headroom), why, None if addresses == resource.RLIM_INFINITY else addresses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,7 @@ class MemoryNeed:
 
     weights: the packed model, once for all. per_worker: each of num_workers has for itself.
     block_bytes: one arena block; blocks_per_request: blocks of the longest request (`ctx` tokens).
+    threads: of each worker.
     """
 
     weights: int
@@ -96,11 +109,18 @@ class MemoryNeed:
     max_active: int
     block_bytes: int
     blocks_per_request: int
+    threads: int = 1
 
     @property
     def fixed(self) -> int:
         """Everything but the arena."""
         return self.weights + self.num_workers * self.per_worker + BASE_BYTES
+
+    @property
+    def addresses(self) -> int:
+        """What a worker maps beside the arena. While it loads it has the whole pack mapped, and the weights for the
+        kernels."""
+        return 2 * self.weights + self.per_worker + LIBRARY_ADDRESSES + self.threads * THREAD_ADDRESSES
 
     @property
     def longest(self) -> int:
@@ -152,13 +172,22 @@ def plan_arena(need: MemoryNeed, wanted: int | None, memory: MemoryBudget | None
 
 
 def _left(need: MemoryNeed, memory: MemoryBudget, share: float) -> int:
-    return int(max(0, memory.available - need.fixed) * share)
+    left = int(max(0, memory.available - need.fixed) * share)
+    return left if memory.addresses is None else min(left, max(0, memory.addresses - need.addresses))
 
 
 def _too_little(need: MemoryNeed, wanted: int | None, memory: MemoryBudget) -> str:
     """The sum, and the options that would fit."""
     arena = need.longest if wanted is None else wanted
     what = f"one request of ctx {need.blocks_per_request * BLOCK_TOKENS}" if wanted is None else "the arena asked for"
+    options = _fitting(need, wanted, memory)
+    fitting = f"this would fit: {', or '.join(options)}" if options else "no setting fits"
+    if memory.addresses is not None and memory.addresses < need.addresses + arena:
+        return (
+            f"not enough addresses: a worker maps {format_size(need.addresses)} of weights, libraries and scratch"
+            f" + {format_size(arena)} of KV cache ({what}) = {format_size(need.addresses + arena)}, but each process"
+            f" may have {format_size(memory.addresses)} (ulimit -v, RLIMIT_AS); {fitting}"
+        )
     text = (
         f"not enough memory: weights {format_size(need.weights)} + {need.num_workers} x {format_size(need.per_worker)}"
         f" for workers + {format_size(BASE_BYTES)} for the coordinator + {format_size(arena)} of KV cache ({what})"
@@ -169,8 +198,7 @@ def _too_little(need: MemoryNeed, wanted: int | None, memory: MemoryBudget) -> s
     text += f" ({memory.why})"
     if wanted is None:
         text += f"; without --arena, requests get {ARENA_SHARE:.0%} of what the rest leaves"
-    options = _fitting(need, wanted, memory)
-    return f"{text}; {'this would fit: ' + ', or '.join(options) if options else 'no setting fits'}"
+    return f"{text}; {fitting}"
 
 
 def _fitting(need: MemoryNeed, wanted: int | None, memory: MemoryBudget) -> list[str]:

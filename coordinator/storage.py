@@ -51,18 +51,20 @@ class Storage:
             raise
 
     def _num_blocks(self, config: EngineConfig, block_bytes: int, groups: Sequence[CoreGroup]) -> int:
+        threads = max(len(group.cores) for group in groups)
         need = MemoryNeed(
             weights=self.pack.data_length,
             per_worker=worker_bytes(
                 self.pack.spec,
                 step_rows=config.step_tokens + config.max_active,
                 max_active=config.max_active,
-                threads=max(len(group.cores) for group in groups),
+                threads=threads,
             ),
             num_workers=len(groups),
             max_active=config.max_active,
             block_bytes=block_bytes,
             blocks_per_request=blocks_for(self.max_length),
+            threads=threads,
         )
         return plan_arena(need, config.arena, memory_budget()) // block_bytes
 

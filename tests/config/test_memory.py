@@ -181,6 +181,21 @@ def test_nothing_fits():
         plan_arena(need(), None, budget(GIB))
 
 
+def test_a_limit_on_addresses_bounds_the_arena():
+    addresses = need().addresses
+    memory = replace(budget(64 * GIB), addresses=addresses + 200 * MIB)
+    assert plan_arena(need(), None, memory) == 200 * MIB
+    assert plan_arena(need(), 200 * MIB, memory) == 200 * MIB
+    with pytest.raises(ConfigError, match=r"not enough addresses: .* \(ulimit -v, RLIMIT_AS\)") as error:
+        plan_arena(need(), 201 * MIB, memory)
+    assert suggestions(str(error.value)) == ["--arena 200M"]
+    with pytest.raises(ConfigError, match=r"\(one request of ctx 4096\)") as error:
+        plan_arena(need(), None, replace(memory, addresses=addresses + 100 * MIB))
+    assert suggestions(str(error.value)) == ["--ctx 3200"]
+    with pytest.raises(ConfigError, match="no setting fits"):
+        plan_arena(need(), None, replace(memory, addresses=addresses))
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("4096", 4096), ("512M", 512 << 20), ("1.5 GiB", 3 << 29), ("2kb", 2048), ("1T", 1 << 40), (" 3 g ", 3 << 30)],

@@ -348,6 +348,26 @@ def test_a_program_that_ends_without_close_leaves_nothing(tiny_pack, tmp_path):
     assert gone(json.loads(output), 0.5)
 
 
+def test_under_a_limit_on_addresses(tiny_pack):
+    """As of `ulimit -v`: the option that does not fit is named, and what is suggested does."""
+    script = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+        "from coremill.coordinator import Coordinator\n"
+        "def run(arena):\n"
+        "    with Coordinator(sys.argv[1], workers=1, arena=arena) as c:\n"
+        "        c.submit(prompt_ids=[5], max_tokens=2).result()\n"
+        "try:\n"
+        "    run('1G')\n"
+        "except Exception as error:\n"
+        "    text = str(error); print(text)\n"
+        "run(text.rpartition('--arena ')[2])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tiny_pack)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "not enough addresses" in done.stdout and "this would fit: --arena" in done.stdout
+
+
 def test_kill_of_a_worker_of_the_default_model(smollm2_pack):
     prompts = [f"The {n} ships of the fleet sailed north, and" for n in range(12)]  # none ends at once
 
