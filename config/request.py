@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 from coremill.config.errors import RequestError
@@ -109,6 +111,11 @@ def parse_line(text: str | bytes, line_number: int, defaults: SamplingParams = S
     return parse_row(decode_json(text), line_number, defaults)
 
 
+# Each value is an object of Python's, so that a long line of short ones would take a hundred times its size.
+MAX_JSON_PARTS = 1 << 21
+_JSON_PART = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[,\[{]')
+
+
 def decode_json(text: str | bytes) -> Any:
     """Strict JSON: no NaN or Infinity, no key twice in one object (which value counts would be a guess)."""
     if isinstance(text, bytes):
@@ -116,6 +123,10 @@ def decode_json(text: str | bytes) -> Any:
             text = text.decode()
         except UnicodeDecodeError as error:
             raise RequestError("invalid_utf8", f"not valid UTF-8 at byte {error.start} of the line") from None
+    if len(text) > MAX_JSON_PARTS and next(islice(_JSON_PART.finditer(text), MAX_JSON_PARTS, None), None):
+        raise RequestError(
+            "line_too_long", f"the line has more than {MAX_JSON_PARTS} JSON values: no prompt is so long"
+        )
     try:
         return json.loads(text, object_pairs_hook=_object_without_twins, parse_constant=_refuse_constant)
     except RecursionError:

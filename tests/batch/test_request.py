@@ -6,7 +6,15 @@ import time
 import pytest
 
 from coremill.config.errors import RequestError
-from coremill.config.request import SamplingParams, check_sampling, parse_body, parse_line, parse_row, row_seed
+from coremill.config.request import (
+    MAX_JSON_PARTS,
+    SamplingParams,
+    check_sampling,
+    parse_body,
+    parse_line,
+    parse_row,
+    row_seed,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -246,6 +254,22 @@ def test_messages_say_what_to_do():
         parse_line("{bad json", 1)
     with pytest.raises(RequestError, match='write "7" with quotes'):
         parse_line('{"custom_id": 7, "prompt": "x"}', 1)
+
+
+@pytest.mark.parametrize("part", [b"[],", b"{},", b"7,", b'"",', b'"\\"",', b'[{"a":', b'"[' * 2])
+def test_lines_of_too_many_values_are_not_parsed(part, monkeypatch):
+    line = b'{"prompt":[' + part * (4 * MAX_JSON_PARTS // len(part)) + b"1]}"
+    monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(RequestError, match="more than 2097152 JSON values") as caught:
+        parse_line(line, 1)
+    assert caught.value.code == "line_too_long"
+
+
+def test_long_lines_of_few_values_are_parsed():
+    text = "a, [b], {c} \\" * MAX_JSON_PARTS
+    assert parse_line(json.dumps({"prompt": text}).encode(), 1).prompt == text
+    ids = list(range(MAX_JSON_PARTS // 2))
+    assert parse_line(json.dumps({"prompt": ids}).encode(), 1).prompt == tuple(ids)
 
 
 @pytest.mark.parametrize(
