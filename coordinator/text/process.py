@@ -107,7 +107,7 @@ class HelperProcess:
         self._process.kill()
         self._process.wait()
         self._close()
-        return Death("outside", "did not answer")
+        return Death("silence", "did not answer")
 
     def _close(self) -> None:
         self._process.stdin.close()

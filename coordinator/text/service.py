@@ -39,7 +39,8 @@ _MAX_CHUNKS_AWAY = 6
 _MAX_BYTES_AWAY = 1 << 20
 # Deaths that nobody's row is charged with before it has died that often alone.
 _KILLS_BEFORE_CHARGED = 3
-_FAILED_STARTS = 3
+# Whoever kills helpers is likely to be done at some time; one that fails by itself is not.
+_FAILED_STARTS, _KILLED_STARTS = 3, 20
 _LOAD_SECONDS = 120.0
 # A timer of the kernel's ends a job that takes too long; this much later the helper must be stopped or stuck.
 _GRACE_SECONDS = 5.0
@@ -286,7 +287,7 @@ class TextService:
             return
         if not was_ready:
             self._failed_starts += 1
-            if self._failed_starts >= _FAILED_STARTS:
+            if self._failed_starts >= (_KILLED_STARTS if death.cause == "outside" else _FAILED_STARTS):
                 self._failure = EngineError(f"the text helper cannot start: it {death.words}")
             return
         again = list(self._away)
@@ -301,7 +302,7 @@ class TextService:
         if len(chunk.rows) > 1:
             return chunk.singles()
         chunk.kills += 1
-        if death.cause == "outside" and chunk.kills < _KILLS_BEFORE_CHARGED:
+        if death.cause in ("outside", "silence") and chunk.kills < _KILLS_BEFORE_CHARGED:
             return [chunk]
         # Memory that earlier rows left in pieces is not this row's fault.
         if death.cause == "memory" and was_used and chunk.kills == 1:

@@ -137,6 +137,20 @@ def test_a_kill_from_outside_charges_nobody(smollm2_description):
         assert service.num_restarts >= 3
 
 
+def test_kills_while_it_starts_are_survived(smollm2_description):
+    with TextService(description=smollm2_description) as service:
+        killed = set()
+        future = service.submit([HELLO])
+        while len(killed) < 6:
+            pid = service.pid
+            if pid is not None and pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.001)
+        assert future.result(60) == [HELLO_IDS.ids]
+        assert service.num_restarts == 6
+
+
 def test_a_row_that_is_killed_again_and_again_is_given_up(smollm2_description):
     with TextService(description=smollm2_description) as service:
         future = service.submit([chat(ENDLESS), HELLO])
