@@ -24,7 +24,7 @@ _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, s
 class Death:
     """Why a helper is gone. words: for a message, after "it"."""
 
-    cause: Literal["time", "memory", "outside", "crash"]
+    cause: Literal["time", "memory", "outside", "silence", "crash"]
     words: str
 
 
