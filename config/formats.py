@@ -34,9 +34,7 @@ Q5_K = Format(13, "Q5_K", 256, 176)
 Q6_K = Format(14, "Q6_K", 256, 210)
 BF16 = Format(30, "BF16", 1, 2)
 
-FORMATS: dict[int, Format] = {
-    f.type_id: f for f in (F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16)
-}
+FORMATS: dict[int, Format] = {f.type_id: f for f in (F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16)}
 BY_NAME: dict[str, Format] = {f.name: f for f in FORMATS.values()}
 
 # Rows of a packed matrix are grouped in panels of this many (native/isa: one register lane each).
