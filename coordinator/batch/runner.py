@@ -278,6 +278,6 @@ class Runner:
         try:
             yield
         finally:
-            if self._outcome.stopped is None:
+            if not isinstance(self._outcome.stopped, signal.Signals):
                 for number, handler in before.items():
                     signal.signal(number, handler)

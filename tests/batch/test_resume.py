@@ -600,7 +600,9 @@ def test_strict_stops_at_the_first_failed_row(batch, fake_engine):
 @pytest.mark.parametrize("in_order", [False, True])
 def test_strict_writes_one_failed_row_however_many_fail_at_once(batch, in_order):
     batch.write([*["bad"] * 50, *prompts(3)])
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     outcome = batch.run(strict=True, retry=True, in_order=in_order).outcome
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     assert outcome.stopped == "strict" and outcome.progress.num_errors == 1 == len(batch.failures())
     (failure,) = outcome.failures
     assert (failure.line, failure.custom_id, failure.error.code) == (1, "line-1", "invalid_json")
