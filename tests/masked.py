@@ -53,7 +53,7 @@ def main() -> int:
     for mask, chosen in masks():
         print(f"\n{chosen}: COREMILL_CPU_MASK={mask}", flush=True)
         tests = SCALAR_TESTS if chosen == "scalar" else TESTS
-        pytest = [sys.executable, "-m", "pytest", "-q", "-r", "fE", *tests, *sys.argv[1:]]
+        pytest = [sys.executable, "-m", "pytest", "-r", "fE", *tests, *sys.argv[1:]]
         if status := subprocess.run(pytest, env=environment(mask), cwd=ROOT).returncode:
             print(f"failed with COREMILL_CPU_MASK={mask}", file=sys.stderr)
             return status
