@@ -142,6 +142,8 @@ class Coordinator:
         self._numbers = itertools.count(1)
         if not isinstance(model, (str, os.PathLike)) or not isinstance(os.fspath(model), str):
             raise ConfigError(f"model is {model!r}: it must be the path of a file or a short name")
+        if on_event is not None and not callable(on_event):
+            raise ConfigError(f"on_event is {on_event!r}: it must be a function")
         self.config = EngineConfig.from_keywords(**options)
         pack_path = ensure_pack(model)
         with contextlib.ExitStack() as undo:  # also on Ctrl-C

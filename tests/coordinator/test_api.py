@@ -216,6 +216,8 @@ def test_options_and_models_are_checked(tiny_pack, tmp_path):
     for model in (None, 5, b"x", [tiny_pack]):
         with pytest.raises(ConfigError, match=r"model is .*: it must be the path of a file"):
             Coordinator(model)
+    with pytest.raises(ConfigError, match="on_event is 5"):
+        Coordinator(tiny_pack, on_event=5)
 
 
 def test_closed_means_closed(tiny_pack):
