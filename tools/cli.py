@@ -21,7 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "inspect": ("coremill.tools.inspect", "Show what a model file holds and how it is packed."),
     "pack": ("coremill.tools.pack", "Pack a model before its first use."),
     "cache": ("coremill.tools.cache", "List and remove packed models."),
-    "bench": ("coremill.tools.bench", "Measure this machine and a model on it."),
+    "bench": ("coremill.tools.bench.command", "Measure this machine and a model on it."),
     "perplexity": ("coremill.tools.perplexity", "Measure how well a model predicts a text."),
     "doctor": ("coremill.tools.doctor", "Show what coremill finds on this machine."),
 }

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 
 from coremill.config.options import PROCESS_VARIABLES
 from coremill.config.settings import from_command_line
-from coremill.tools import bench, bench_engine
-from coremill.tools.bench_limits import StepLimits, StepShape, decode_shape, format_rows, prefill_shapes
-from coremill.tools.bench_text import columns, report_text
+from coremill.tools.bench import engine, table
+from coremill.tools.bench.limits import StepLimits, StepShape, decode_shape, format_rows, prefill_shapes
+from coremill.tools.bench.text import columns, report_text
 from coremill.tools.cli import main
 from coremill.worker.plan import ACT, OUTPUTS, Plan
 
@@ -98,18 +98,18 @@ def test_cases_leave_out_what_a_model_cannot_do():
     def labels(found):
         return [case.label for case in found]
 
-    full = bench.cases(2048, 128, quick=False)
+    full = table.cases(2048, 128, quick=False)
     assert labels(full)[:2] == ["prefill of 512", "decode, 1 x context 128"]
     assert len(full) == 13
-    assert labels(bench.cases(256, 128, quick=False))[0] == "prefill of 256"
-    assert not any("700" in label for label in labels(bench.cases(256, 128, quick=False)))
-    assert len(bench.cases(2048, 128, quick=True)) == 4
+    assert labels(table.cases(256, 128, quick=False))[0] == "prefill of 256"
+    assert not any("700" in label for label in labels(table.cases(256, 128, quick=False)))
+    assert len(table.cases(2048, 128, quick=True)) == 4
 
 
 def test_arena_of_the_largest_case():
-    cases = bench.cases(2048, 128, quick=False)
-    assert bench_engine.arena_blocks(cases, 2) == 2 * 32 * -(-(700 + 512) // 32)
-    assert bench_engine.arena_blocks(cases[:1], 1) == 4 * 17
+    cases = table.cases(2048, 128, quick=False)
+    assert engine.arena_blocks(cases, 2) == 2 * 32 * -(-(700 + 512) // 32)
+    assert engine.arena_blocks(cases[:1], 1) == 4 * 17
 
 
 def test_columns_line_up():
@@ -119,17 +119,17 @@ def test_columns_line_up():
 def test_warnings():
     calm = {"steal": 0.0, "load": 0.1, "cores": [0, 1], "read_gb_per_s_one_core": 20.0, "read_gb_per_s_all_cores": 30.0}
     report = {"machine": calm, "one_worker": [{"noise": 0.01}], "all_workers": [{"noise": 0.02}]}
-    assert bench._warnings(report) == []
+    assert table._warnings(report) == []
     report["all_workers"].append({"noise": 0.3})
     report["machine"]["steal"] = 0.05
     report["left_out"] = ["decode, 32 x context 700"]
-    steal, left_out, noise = bench._warnings(report)
+    steal, left_out, noise = table._warnings(report)
     assert "5.0%" in steal
     assert "decode, 32 x context 700" in left_out
     assert "1 of 3 figures varied by more than 10% between rounds (worst 30%)" in noise
     report["machine"] = {**calm, "load": 9999.0, "read_gb_per_s_all_cores": 15.0}
     report["all_workers"] = [{"noise": 0.0, "share": 1.28}]
-    _, load, ceilings, _, share = bench._warnings(report)
+    _, load, ceilings, _, share = table._warnings(report)
     assert "load 9999" in load and "15.0 GB/s, less than one alone (20.0)" in ceilings and "above 100%" in share
 
 
@@ -140,7 +140,7 @@ def test_options_before_peer_are_not_lost():
 
 
 def test_ceilings_alone_need_no_model(monkeypatch):
-    monkeypatch.setattr(bench, "_QUICK_CEILING_SECONDS", 0.02)
+    monkeypatch.setattr(table, "_QUICK_CEILING_SECONDS", 0.02)
     done = CliRunner(env={"COREMILL_MODEL": None}).invoke(main, ["bench", "--roofline", "--quick"])
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("Ceilings of this machine\n  instruction set")
@@ -159,13 +159,13 @@ def test_a_short_run(monkeypatch, smollm2_pack, tmp_path):
         "_GEMM_TOKENS": (1, 8), "_QUICK_SEQUENCES": (1, 2), "_PREFILL": 64, "_QUICK_STEP_SECONDS": 0.01,
         "_QUICK_CEILING_SECONDS": 0.02, "_CEILING_SECONDS": 0.02,
     }.items():  # fmt: skip
-        monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(bench_engine, "_WINDOW_TOKENS", 8)
-    monkeypatch.setattr(bench_engine, "_WINDOW_SECONDS", 0.05)
+        monkeypatch.setattr(table, name, value)
+    monkeypatch.setattr(engine, "_WINDOW_TOKENS", 8)
+    monkeypatch.setattr(engine, "_WINDOW_SECONDS", 0.05)
     for name in PROCESS_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     given = {"model": str(smollm2_pack), "quick": True}
-    report = bench.bench(from_command_line("bench", given, {"HOME": str(tmp_path)}), lambda line: None)
+    report = table.bench(from_command_line("bench", given, {"HOME": str(tmp_path)}), lambda line: None)
 
     num_workers = len(report["machine"]["cores"])
     labels = [(row["what"], row["sequences"], row["context"]) for row in report["one_worker"]]

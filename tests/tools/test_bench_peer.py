@@ -9,8 +9,8 @@ import pytest
 
 from coremill.config.errors import ConfigError, EngineError
 from coremill.config.settings import from_command_line
-from coremill.tools import bench_peer
-from coremill.tools.bench_peer import Peer, Run, compare, read_requests, run_coremill, run_peer
+from coremill.tools.bench import peer as bench_peer
+from coremill.tools.bench.peer import Peer, Run, compare, read_requests, run_coremill, run_peer
 
 
 class _Server(BaseHTTPRequestHandler):

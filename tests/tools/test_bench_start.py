@@ -4,8 +4,8 @@ import pytest
 
 from coremill.config.errors import EngineError
 from coremill.config.settings import from_command_line
-from coremill.tools import bench_start
-from coremill.tools.bench_start import Command
+from coremill.tools.bench import start as bench_start
+from coremill.tools.bench.start import Command
 
 
 def settings(folder, model, **given):

@@ -19,7 +19,7 @@ from coremill.config.engine import EngineConfig
 from coremill.config.errors import EngineError
 from coremill.config.request import SequenceRequest, SequenceResult
 from coremill.config.topology import CoreGroup
-from coremill.tools.bench_steps import Case
+from coremill.tools.bench.steps import Case
 
 # Tokens of each sequence in the window, and the shortest window in seconds.
 _WINDOW_TOKENS, _WINDOW_SECONDS = 64, 0.3

@@ -1,22 +1,17 @@
-"""`coremill bench`: the machine's ceilings, a model's operations against them, and whole steps and engines."""
+"""The table of `coremill bench`: the machine's ceilings, a model's operations against them, whole steps and engines."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from coremill.config.settings import Settings
-from coremill.tools.options import Verb, VerbGroup, takes
 
 if TYPE_CHECKING:
     from coremill.config.topology import CoreGroup
     from coremill.native.packfile import PackFile
-    from coremill.tools.bench_limits import StepLimits
-    from coremill.tools.bench_steps import Case
+    from coremill.tools.bench.limits import StepLimits
+    from coremill.tools.bench.steps import Case
     from coremill.tools.machine import Ceilings
 
 _GEMM_TOKENS = (1, 8, 16, 64, 128)
@@ -27,96 +22,6 @@ _STEP_SECONDS, _QUICK_STEP_SECONDS = 0.5, 0.2
 _CEILING_SECONDS, _QUICK_CEILING_SECONDS = 0.25, 0.1
 # Above these, the figures carry a warning.
 _MUCH_NOISE, _MUCH_STEAL, _TOO_MUCH = 0.10, 0.02, 1.05
-
-
-@click.group(
-    cls=VerbGroup,
-    invoke_without_command=True,
-    examples=[
-        ("coremill bench -m smollm2", "everything about a model on this machine (some minutes)"),
-        ("coremill bench -m smollm2 --quick", "a first look"),
-        ("coremill bench --roofline", "only what the machine can do"),
-        ("coremill bench -m model.gguf --json > bench.json", "figures for a script"),
-        ("coremill bench start -m smollm2", "time to the first token, cost of a second worker"),
-        ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf", "against another server"),
-    ],
-)
-@takes("bench")
-@click.pass_context
-def command(context: click.Context, settings: Settings) -> None:
-    """Measure this machine, a model's operations on it, and whole engines.
-
-    Every figure stands beside its limit: the best the machine has shown in the same run. Medians of --rounds
-    runs; noise is their spread.
-    """
-    if context.invoked_subcommand is not None:
-        lost = [settings.source(name) for name in settings if settings.source(name).startswith("--")]
-        if lost:
-            raise click.UsageError(f"{lost[0]} goes behind the word '{context.invoked_subcommand}'", context)
-        return
-    say = _progress(settings)
-    report = bench(settings, say)
-    if settings["json"]:
-        import json
-
-        click.echo(json.dumps(report, indent=2))
-    else:
-        from coremill.tools.bench_text import report_text
-
-        click.echo(report_text(report), nl=False)
-
-
-@command.command(
-    "start",
-    cls=Verb,
-    examples=[
-        ("coremill bench start -m smollm2", "medians of three rounds"),
-        ("coremill bench start -m model.gguf --rounds 9 --json", "for a script"),
-    ],
-)
-@takes("bench start")
-def start(settings: Settings) -> None:
-    """Measure how soon a fresh `coremill run` has its first token, and what memory a second worker adds."""
-    from coremill.tools.bench_start import bench_start
-
-    if settings["json"]:
-        import json
-
-        click.echo(json.dumps(bench_start(settings, _progress(settings)), indent=2))
-    else:
-        bench_start(settings, click.echo)
-
-
-@command.command(
-    "peer",
-    cls=Verb,
-    examples=[
-        ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf", "three rounds in turns"),
-        ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf --rounds 5 --json", "for a script"),
-    ],
-)
-@click.argument("url")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@takes("bench peer")
-def peer(settings: Settings, url: str, file: Path) -> None:
-    """Run the batch file FILE through coremill and through the OpenAI-compatible server at URL, in turns."""
-    from coremill.tools.bench_peer import bench_peer
-
-    if settings["json"]:
-        import json
-
-        click.echo(json.dumps(bench_peer(url, file, settings, _progress(settings)), indent=2))
-    else:
-        bench_peer(url, file, settings, click.echo)
-
-
-def _progress(settings: Settings) -> Callable[[str], None]:
-    """Where lines about what is being done go: stderr, and nowhere when nobody watches a text being made."""
-    quiet = not settings["json"] and not sys.stderr.isatty()
-    return lambda line: None if quiet else click.echo(line, err=True)
-
-
-# ---- measuring ----
 
 
 def bench(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
@@ -161,7 +66,7 @@ def _bench_model(
     say: Callable[[str], None],
 ) -> None:
     from coremill.tools import machine
-    from coremill.tools.bench_limits import GemmRates
+    from coremill.tools.bench.limits import GemmRates
 
     quick = settings["quick"]
     spec = pack.spec
@@ -187,8 +92,8 @@ def _bench_model(
 
 def cases(context_length: int, step_tokens: int, *, quick: bool) -> list[Case]:
     """What is measured: one prompt, then decoding; contexts a model does not have are left out."""
-    from coremill.tools.bench_limits import decode_shape, prefill_shapes
-    from coremill.tools.bench_steps import Case
+    from coremill.tools.bench.limits import decode_shape, prefill_shapes
+    from coremill.tools.bench.steps import Case
 
     prefill = min(_PREFILL, context_length)
     found = [Case("prefill", 1, prefill, tuple(prefill_shapes(prefill, step_tokens)), prefill)]
@@ -203,7 +108,7 @@ def _fitting(chosen: Sequence[Case], pack: PackFile, num_workers: int, kv: str) 
     """Cases whose KV cache fits half of the memory that the weights leave, and the labels of the others."""
     from coremill.config.arena import ArenaGeometry
     from coremill.config.memory import ARENA_SHARE, memory_budget
-    from coremill.tools.bench_engine import arena_blocks
+    from coremill.tools.bench.engine import arena_blocks
 
     memory = memory_budget()
     if memory is None:
@@ -216,7 +121,7 @@ def _fitting(chosen: Sequence[Case], pack: PackFile, num_workers: int, kv: str) 
 def gemm_table(pack: PackFile, gemm: Any, ceilings: Ceilings, tokens: Sequence[int]) -> list[dict[str, Any]]:
     """Each distinct matrix of the model: rate, and its share of its format's own kernel and of bare dots."""
     from coremill.config.formats import FORMATS
-    from coremill.tools.bench_limits import format_rows
+    from coremill.tools.bench.limits import format_rows
 
     rows, seen = [], set()
     for name, matrix in pack.matrices.items():
@@ -252,8 +157,8 @@ def _one_worker(
     rounds: int,
     say: Callable[[str], None],
 ) -> tuple[StepLimits, list[dict[str, Any]]]:
-    from coremill.tools.bench_limits import StepLimits
-    from coremill.tools.bench_steps import StepBench, measure_steps, step_report
+    from coremill.tools.bench.limits import StepLimits
+    from coremill.tools.bench.steps import StepBench, measure_steps, step_report
 
     bench = StepBench(pack, chosen, StepBench.blocks_needed(chosen), settings["kv"])
     try:
@@ -280,7 +185,7 @@ def _all_workers(
     rounds: int,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    from coremill.tools.bench_engine import EngineBench, engine_report
+    from coremill.tools.bench.engine import EngineBench, engine_report
 
     say(f"measuring the engine with {len(groups)} workers ...")
     rates: list[list[float]] = [[] for _ in chosen]

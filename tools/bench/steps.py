@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from coremill.config.arena import ArenaGeometry, blocks_for
-from coremill.tools.bench_limits import StepLimits, StepShape
+from coremill.tools.bench.limits import StepLimits, StepShape
 
 if TYPE_CHECKING:
     from coremill.native.packfile import PackFile

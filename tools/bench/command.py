@@ -1,0 +1,100 @@
+"""`coremill bench` and the words behind it. What they do is in the modules beside this one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from coremill.config.settings import Settings
+from coremill.tools.options import Verb, VerbGroup, takes
+
+
+@click.group(
+    cls=VerbGroup,
+    invoke_without_command=True,
+    examples=[
+        ("coremill bench -m smollm2", "everything about a model on this machine (some minutes)"),
+        ("coremill bench -m smollm2 --quick", "a first look"),
+        ("coremill bench --roofline", "only what the machine can do"),
+        ("coremill bench -m model.gguf --json > bench.json", "figures for a script"),
+        ("coremill bench start -m smollm2", "time to the first token, cost of a second worker"),
+        ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf", "against another server"),
+    ],
+)
+@takes("bench")
+@click.pass_context
+def command(context: click.Context, settings: Settings) -> None:
+    """Measure this machine, a model's operations on it, and whole engines.
+
+    Every figure stands beside its limit: the best the machine has shown in the same run. Medians of --rounds
+    runs; noise is their spread.
+    """
+    if context.invoked_subcommand is not None:
+        lost = [settings.source(name) for name in settings if settings.source(name).startswith("--")]
+        if lost:
+            raise click.UsageError(f"{lost[0]} goes behind the word '{context.invoked_subcommand}'", context)
+        return
+    from coremill.tools.bench.table import bench
+
+    report = bench(settings, _progress(settings))
+    if settings["json"]:
+        import json
+
+        click.echo(json.dumps(report, indent=2))
+    else:
+        from coremill.tools.bench.text import report_text
+
+        click.echo(report_text(report), nl=False)
+
+
+@command.command(
+    "start",
+    cls=Verb,
+    examples=[
+        ("coremill bench start -m smollm2", "medians of three rounds"),
+        ("coremill bench start -m model.gguf --rounds 9 --json", "for a script"),
+    ],
+)
+@takes("bench start")
+def start(settings: Settings) -> None:
+    """Measure how soon a fresh `coremill run` has its first token, and what memory a second worker adds."""
+    from coremill.tools.bench.start import bench_start
+
+    if settings["json"]:
+        import json
+
+        click.echo(json.dumps(bench_start(settings, _progress(settings)), indent=2))
+    else:
+        bench_start(settings, click.echo)
+
+
+@command.command(
+    "peer",
+    cls=Verb,
+    examples=[
+        ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf", "three rounds in turns"),
+        ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf --rounds 5 --json", "for a script"),
+    ],
+)
+@click.argument("url")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@takes("bench peer")
+def peer(settings: Settings, url: str, file: Path) -> None:
+    """Run the batch file FILE through coremill and through the OpenAI-compatible server at URL, in turns."""
+    from coremill.tools.bench.peer import bench_peer
+
+    if settings["json"]:
+        import json
+
+        click.echo(json.dumps(bench_peer(url, file, settings, _progress(settings)), indent=2))
+    else:
+        bench_peer(url, file, settings, click.echo)
+
+
+def _progress(settings: Settings) -> Callable[[str], None]:
+    """Where lines about what is being done go: stderr, and nowhere when nobody watches a text being made."""
+    quiet = not settings["json"] and not sys.stderr.isatty()
+    return lambda line: None if quiet else click.echo(line, err=True)
