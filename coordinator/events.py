@@ -53,6 +53,13 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """Whether everything rests from now on: who runs stops at its next step boundary and loses nothing."""
+
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Closing:
     """Finish everything as it stands, with this error."""
 
@@ -60,7 +67,7 @@ class Closing:
     reason: str = "the engine was closed before this request was done"
 
 
-Event = Submitted | Cancelled | FromWorker | WorkerDied | Workers | Closing
+Event = Submitted | Cancelled | FromWorker | WorkerDied | Workers | Paused | Closing
 
 # ---- instructions ----
 

@@ -115,7 +115,8 @@ class Lease:
 @dataclass(slots=True)
 class Slot:
     """One worker as the scheduler sees it. up, stepped: its present process is ready, has done a step;
-    fruitless_deaths: processes in a row that died without.
+    fruitless_deaths: processes in a row that died without. prompt_tokens: of the sequences that began here;
+    cached_tokens: of prompts, found here.
 
         starting --> ready --> draining --> stopped          (nobody needs it: set_workers)
            ^----------'---------------> retired              (it dies again and again)
@@ -128,6 +129,8 @@ class Slot:
     stepped: bool = False
     fruitless_deaths: int = 0
     told_to_stop: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def live(self) -> bool:

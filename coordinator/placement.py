@@ -36,6 +36,7 @@ class Placement:
         self.parked: dict[int, Sequence] = {}  # by ticket: waiting for what another computes, and in no line
         self.sequences: dict[int, Sequence] = {}  # by ticket, until finished
         self.counts = dict.fromkeys(("moved", "paused", "dropped_blocks", "recomputed_tokens", "cached_tokens"), 0)
+        self.paused = False
         self._hungry: dict[int, Lease] = {}  # leases whose tables should grow now
         self._num_growing = 0  # leases whose tables may still grow
         self._num_closing = 0
@@ -48,9 +49,13 @@ class Placement:
     def _decide(self, now: float) -> None:
         if self._hungry:
             self._feed_hungry()
-        if self.waiting or self.suspects:
-            self._fill_workers(now)
-        self._balance()
+        if self.paused:
+            for slot in self.slots:
+                self._ask_all_back(slot)
+        else:
+            if self.waiting or self.suspects:
+                self._fill_workers(now)
+            self._balance()
         for slot in self.slots:
             if slot.state == "draining":
                 self._drain(slot)
@@ -277,6 +282,8 @@ class Placement:
         found = max(0, min(computed, num_prompt) - min(had, num_prompt))
         sequence.cached += found
         self.counts["cached_tokens"] += found
+        slot.cached_tokens += found
+        slot.prompt_tokens += num_prompt if sequence.last_worker < 0 else 0
         self.counts["recomputed_tokens"] += max(0, had - computed)
         self.counts["moved"] += had > 0 and sequence.last_worker not in (-1, slot.index)
         sequence.progress = max(had, computed)
@@ -303,12 +310,15 @@ class Placement:
 
     def _drain(self, slot: Slot) -> None:
         """Nothing new comes to it; what it has goes on elsewhere; then it leaves."""
-        for lease in list(slot.leases.values()):
-            if not lease.closing:
-                self._ask_back(lease)
+        self._ask_all_back(slot)
         if slot.up and not slot.leases and not slot.told_to_stop:
             slot.told_to_stop = True
             self._out.append(Send(slot.index, Stop()))
+
+    def _ask_all_back(self, slot: Slot) -> None:
+        for lease in list(slot.leases.values()):
+            if not lease.closing:
+                self._ask_back(lease)
 
     def _leases(self) -> Iterator[Lease]:
         return (lease for slot in self.slots for lease in slot.leases.values())

@@ -24,6 +24,7 @@ from coremill.coordinator.events import (
     FromWorker,
     GiveUp,
     Instruction,
+    Paused,
     RetireWorker,
     Send,
     StartWorker,
@@ -78,6 +79,8 @@ class Scheduler(Placement):
                     self._died(event, now)
                 case Workers(count):
                     self._change_workers(count)
+                case Paused(paused):
+                    self.paused = paused
                 case Closing(code, reason):
                     self._finish_all(code, reason, now)
         if self.closed is None:

@@ -143,12 +143,13 @@ class WorkerLoop:
     def _report(self, plan: list[tuple[Sequence, int]], outputs: list[StepOutput], spent_ns: int) -> None:
         prefilled, tokens, finished, failed = [], [], [], []
         chosen = iter(outputs)
-        rows = prefill_rows = 0
+        rows = prefill_rows = positions = 0
         for sequence, count in plan:
             rows += count
             if count > 1 or sequence.computed < sequence.num_prompt:
                 prefill_rows += count
             sequence.computed += count
+            positions += sequence.computed
             if sequence.num_pending:
                 prefilled.append((sequence.lease, sequence.computed))
                 continue
@@ -160,7 +161,7 @@ class WorkerLoop:
             tokens.append((sequence.lease, output.token, shown))
             if reason is not None:
                 finished.append((sequence.lease, reason))
-        self._count(rows, len(plan), prefill_rows, len(tokens), spent_ns)
+        self._count(rows, len(plan), prefill_rows, len(tokens), positions, spent_ns)
         for lease in [*failed, *(lease for lease, _ in finished)]:
             del self.sequences[lease]
         self.counters["active"] = len(self.sequences)
@@ -169,11 +170,12 @@ class WorkerLoop:
             text = "the model's logits for the next token are not finite numbers"
             self.channel.send(Failed(lease, "nonfinite_logits", text, ""))
 
-    def _count(self, rows: int, sequences: int, prefill_rows: int, chosen: int, spent_ns: int) -> None:
+    def _count(self, rows: int, sequences: int, prefill_rows: int, chosen: int, positions: int, spent_ns: int) -> None:
         counters = self.counters
         counters["steps"] += 1
         counters["step_rows"] += rows
         counters["step_sequences"] += sequences
         counters["prefill_tokens"] += prefill_rows
         counters["decode_tokens"] += chosen
+        counters["kv_positions"] += positions
         counters["busy_ns"] += spent_ns

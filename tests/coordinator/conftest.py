@@ -19,6 +19,7 @@ from coremill.coordinator.events import (
     Finish,
     FromWorker,
     GiveUp,
+    Paused,
     RetireWorker,
     Send,
     StartWorker,
@@ -152,6 +153,9 @@ class World:
 
     def set_workers(self, count: int) -> None:
         self.happen(Workers(count))
+
+    def pause(self, paused: bool) -> None:
+        self.happen(Paused(paused))
 
     def deliver(self, index: int, count: int = 1_000_000) -> None:
         """Messages of a worker reach the coordinator."""

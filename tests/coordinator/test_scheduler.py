@@ -14,6 +14,7 @@ from coremill.coordinator.events import (
     Finish,
     FromWorker,
     GiveUp,
+    Paused,
     RetireWorker,
     Send,
     StartWorker,
@@ -207,6 +208,21 @@ def test_cancel_waiting_and_running():
     assert scheduler.advance([stepped(tokens=[(1, 5, b"")])], 0.0) == []
     assert scheduler.advance([FromWorker(0, Released(1, 40)), Cancelled(1), Cancelled(99)], 0.0) == []
     assert scheduler.tables.num_available == 16
+    scheduler.check()
+
+
+def test_pausing_takes_everything_back_and_resuming_goes_on_where_it_was():
+    scheduler = make(num_workers=2)
+    ready(scheduler, 0, 1)
+    scheduler.advance([Submitted(1, request("a")), Submitted(2, request("b"))], 1.0)
+    scheduler.advance([stepped(0, tokens=[(1, 7, b"x")])], 1.5)
+    assert scheduler.advance([Paused(True)], 2.0) == [Send(0, Release(1)), Send(1, Release(2))]
+    assert scheduler.advance([Paused(True)], 2.1) == []
+    scheduler.advance([FromWorker(0, Released(1, 40)), FromWorker(1, Released(2, 16))], 3.0)
+    assert scheduler.advance([Submitted(3, request("c"))], 4.0) == []
+    begins = [x.message for x in scheduler.advance([Paused(False)], 5.0) if isinstance(x, Send)]
+    assert [(x.tokens[0] == 1, len(x.tokens), x.computed) for x in begins[:2]] == [(True, 41, 40), (False, 40, 16)]
+    assert len(begins) == 3 and scheduler.counts["recomputed_tokens"] == 0
     scheduler.check()
 
 

@@ -17,7 +17,7 @@ def disturb(world, rng: random.Random, sim, num_rows: int, poison: set[int]) -> 
             world.set_workers(1)
         index = rng.choice(list(world.workers))
         worker = world.workers[index]
-        match rng.choices(range(7), [4, 8, 8, 8, 1, 1, 0.3])[0]:
+        match rng.choices(range(8), [4, 8, 8, 8, 1, 1, 0.3, 0.3])[0]:
             case 0:
                 request = sim.random_request(rng, f"row {len(world.requests)}", family=rng.choice([0, 1, 1, 2]))
                 if rng.random() < 0.03:
@@ -40,6 +40,9 @@ def disturb(world, rng: random.Random, sim, num_rows: int, poison: set[int]) -> 
                 world.cancel(rng.choice(list(world.requests)))
             case 6:
                 world.set_workers(rng.randint(1, len(world.pages)))
+            case 7:
+                world.pause(not world.scheduler.paused)
+    world.pause(False)
 
 
 @settings(max_examples=60, deadline=None)
