@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from coremill.config.cputimes import CpuTimes
 from coremill.config.hostfiles import HostFiles
 from coremill.config.memory import MemoryBudget, memory_budget
 from coremill.config.topology import CoreGroup
@@ -76,31 +77,6 @@ def l3_bytes(files: HostFiles, cpu: int) -> int:
     text = files.text(f"/sys/devices/system/cpu/cpu{cpu}/cache/index3/size") or ""
     units = {"K": 1 << 10, "M": 1 << 20}
     return int(text[:-1]) * units[text[-1]] if text[:-1].isdecimal() and text[-1] in units else 0
-
-
-@dataclass(frozen=True, slots=True)
-class CpuTimes:
-    """Ticks of some CPUs since boot, from /proc/stat."""
-
-    total: int
-    idle: int
-    steal: int
-
-    @classmethod
-    def read(cls, cores: Sequence[int], files: HostFiles | None = None) -> CpuTimes:
-        lines = (files or HostFiles()).table("/proc/stat")
-        rows = [[int(word) for word in lines.get(f"cpu{core}", "").split()] for core in cores]
-        # user nice system idle iowait irq softirq steal; guest times are part of user.
-        rows = [row[:8] + [0] * (8 - len(row)) for row in rows]
-        return cls(sum(map(sum, rows)), sum(row[3] + row[4] for row in rows), sum(row[7] for row in rows))
-
-    def steal_since(self, earlier: CpuTimes) -> float:
-        """Share of the time that the hypervisor gave to others."""
-        return (self.steal - earlier.steal) / max(1, self.total - earlier.total)
-
-    def busy_since(self, earlier: CpuTimes) -> float:
-        """Share of the time in which anything ran, or waited for the hypervisor."""
-        return 1 - (self.idle - earlier.idle) / max(1, self.total - earlier.total)
 
 
 # ---- measurements ----

@@ -103,8 +103,8 @@ def _isa() -> str:
 
 
 def _make_loop(channel, model, token_bytes, settings, counters):
+    from coremill.config.smaps import measure_memory
     from coremill.native.arena import ARENA_NAME
-    from coremill.worker.counters import measure_memory
     from coremill.worker.loop import WorkerLoop
 
     make: Callable[..., WorkerLoop] = WorkerLoop

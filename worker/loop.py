@@ -26,8 +26,8 @@ from coremill.config.messages import (
     Stepped,
     Stop,
 )
+from coremill.config.smaps import Memory
 from coremill.worker.batch import StepBatch, StepOutput
-from coremill.worker.counters import Memory
 from coremill.worker.sequences import Sequence, plan_step
 
 

@@ -21,8 +21,8 @@ from coremill.config.messages import (
     Stepped,
     Stop,
 )
+from coremill.config.smaps import Memory, measure_memory, split_memory
 from coremill.worker.batch import StepOutput
-from coremill.worker.counters import Memory, measure_memory, split_memory
 from coremill.worker.loop import WorkerLoop
 from coremill.worker.sequences import max_step_rows, plan_step, prefill_floor
 

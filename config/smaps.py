@@ -1,4 +1,4 @@
-"""A process' own memory, as the kernel accounts for it."""
+"""Memory of a process, as the kernel accounts for it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Memory:
     private: int
 
 
-def measure_memory(pack_path: str, arena_name: str) -> Memory:
-    """Memory of this process, from /proc/self/smaps. arena_name: what the arena's memfd was called."""
-    with open("/proc/self/smaps") as file:
+def measure_memory(pack_path: str, arena_name: str, pid: int | None = None) -> Memory:
+    """Memory of a process of this user, None: this one, from /proc/PID/smaps. arena_name: what the arena's memfd was
+    called. OSError when the process is gone or is somebody else's."""
+    with open(f"/proc/{'self' if pid is None else pid}/smaps", errors="surrogateescape") as file:
         return split_memory(file, pack_path, f"/memfd:{arena_name} (deleted)")
 
 
