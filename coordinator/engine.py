@@ -22,10 +22,12 @@ from coremill.config.errors import ConfigError, EngineClosedError, EngineError, 
 from coremill.config.request import SequenceRequest, SequenceResult
 from coremill.config.topology import CoreGroup
 from coremill.coordinator.callbacks import call_back
-from coremill.coordinator.events import Cancelled, Closing, Event, Submitted, Workers
+from coremill.coordinator.events import Cancelled, Closing, Event, Paused, Submitted, Watched, Workers
+from coremill.coordinator.figures import glance, report
 from coremill.coordinator.pool import WORKER_COMMAND
 from coremill.coordinator.shell import Shell
 from coremill.coordinator.storage import Storage
+from coremill.coordinator.timers import Timer, Timers
 
 # Codes of results that say nothing about the request itself: whoever keeps a journal must not book them as its errors.
 NOT_THE_REQUESTS_FAULT = frozenset({"cancelled", "engine_closed", "engine_failed"})
@@ -73,13 +75,15 @@ class Engine:
         self._owner = os.getpid()
         # Reentrant, as garbage collection anywhere may close an engine that nobody has any more.
         self._lock = threading.RLock()
-        self._inbox: deque[Event | Future] = deque()
+        self._inbox: deque[Event | Future | Timer] = deque()
+        self._timers = Timers()
         self._wake = -1
         self._woken = False
         self._begun: float | None = None
         self._open = False
         self._to_close = False
         self._waiting: dict[int, tuple[str, Callable[[SequenceResult], None]]] = {}  # by ticket, until finished
+        self._watching: dict[int, Callable[[bytes], None]] = {}  # by ticket, those of _waiting whose text is read
         self._num_tickets = 0
         self._all_ready = threading.Event()
         self._thread: threading.Thread | None = None
@@ -138,6 +142,24 @@ class Engine:
             self._post(Submitted(ticket, request))
         return ticket
 
+    def watch(self, ticket: int, on_text: Callable[[bytes], None]) -> None:
+        """Tell the sequence's text as it comes, from its beginning, before on_done: all but what comes with its last
+        token. Bytes, as a token may end in the middle of a character. Too late is no error; once for each sequence."""
+        self._check_owner()
+        with self._lock:
+            if self._open and ticket in self._waiting:
+                self._watching[ticket] = on_text
+                self._post(Watched(ticket))
+
+    def call_at(self, when: float, call: Callable[[], None]) -> Timer:
+        """Call it on the engine's thread at `when` (time.monotonic), if the engine still runs then."""
+        self._check_owner()
+        timer = Timer(when, call)
+        with self._lock:
+            if self._open:
+                self._post(timer)
+        return timer
+
     def cancel(self, ticket: int) -> None:
         """Stop a sequence within a step; its result carries RequestError "cancelled". Too late is no error."""
         self._check_owner()
@@ -158,6 +180,25 @@ class Engine:
             if not self._open:
                 raise self._failure or EngineClosedError("the engine is closed")
             self._post(Workers(count))
+
+    def pause(self, paused: bool = True) -> None:
+        """All sequences rest, within a step, until pause(False); nothing is computed again. Returns at once."""
+        self._check_owner()
+        with self._lock:
+            if not self._open:
+                raise self._failure or EngineClosedError("the engine is closed")
+            self._post(Paused(paused))
+
+    def find(self, key: str) -> list[int]:
+        """Tickets of the unfinished sequences whose request has this key."""
+        return [ticket for ticket, (name, _) in list(self._waiting.items()) if name == key]
+
+    def glance(self, max_rows: int = 0) -> dict[str, Any]:
+        """What can be seen without asking anybody (see coordinator/figures.py); EngineError before start()."""
+        with self._lock:  # the counters' pages stay mapped meanwhile
+            if not self._open:
+                raise self._failure or EngineClosedError("the engine is not running")
+            return glance(self._shell, self._storage, self.config, max_rows)
 
     def stats(self, *, measure: bool = True) -> dict[str, Any]:
         """The queue, the arena and `workers`, a list with the names of design.md section 9.
@@ -207,7 +248,7 @@ class Engine:
                 "use it: create it after the fork, or start processes with 'spawn'"
             )
 
-    def _post(self, item: Event | Future) -> None:
+    def _post(self, item: Event | Future | Timer) -> None:
         """Under the lock. The engine clears the flag before it looks into the inbox, so nothing is overlooked."""
         self._inbox.append(item)
         if not self._woken:
@@ -227,8 +268,10 @@ class Engine:
         started.set_result(None)
         try:
             while self._shell.scheduler.closed is None:
-                events = self._shell.sleep()
+                events = self._shell.sleep(self._timers.seconds_left(time.monotonic()))
                 self._shell.advance(self._take_inbox() + events)
+                for call in self._timers.due(time.monotonic()):
+                    call_back("a timer", lambda call: call(), call)
                 if not self._all_ready.is_set() and self._shell.all_ready:
                     self.startup_seconds = time.monotonic() - self._begun
                     self._all_ready.set()
@@ -242,7 +285,7 @@ class Engine:
         self._storage = Storage(self.pack_path, self.config, self.groups, self._stop_ids)
         try:
             self._shell = Shell(
-                self._storage, self.config, self.groups, self._worker_command, self._finished, self._tell
+                self._storage, self.config, self.groups, self._worker_command, self._finished, self._shown, self._tell
             )
         except BaseException:
             self._storage.close()
@@ -266,13 +309,20 @@ class Engine:
             item = self._inbox.popleft()
             if isinstance(item, Future):
                 self._shell.measure(item)
+            elif isinstance(item, Timer):
+                self._timers.add(item)
             else:
                 events.append(item)
         return events
 
     def _finished(self, ticket: int, result: SequenceResult) -> None:
         _, on_done = self._waiting.pop(ticket)
+        self._watching.pop(ticket, None)
         call_back("on_done", on_done, result)
+
+    def _shown(self, ticket: int, text: bytes) -> None:
+        if (on_text := self._watching.get(ticket)) is not None:
+            call_back("on_text", on_text, text)
 
     def _tell(self, event: dict[str, Any]) -> None:
         if self._on_event is not None:
@@ -297,26 +347,7 @@ class Engine:
         self._all_ready.set()
 
     def _report(self) -> dict[str, Any]:
-        shell = self._shell
-        scheduler = shell.scheduler
-        waiting = len(scheduler.waiting) + len(scheduler.suspects) + len(scheduler.parked)
-        geometry = self._storage.geometry
-        return {
-            "startup_seconds": self.startup_seconds,
-            "queue": {
-                "waiting": waiting,
-                "running": len(scheduler.sequences) - waiting,
-                "finished": shell.num_finished,
-                "failed": shell.num_failed,
-            },
-            "arena": {
-                "blocks": geometry.num_blocks,
-                "block_bytes": geometry.block_bytes,
-                **{f"{where}_blocks": count for where, count in scheduler.count_blocks().items()},
-            },
-            "sequences": dict(scheduler.counts),
-            "workers": shell.places.report(),
-        }
+        return report(self._shell, self._storage, self.startup_seconds)
 
 
 def _close_all() -> None:

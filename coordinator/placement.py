@@ -321,7 +321,8 @@ class Placement:
                 self._ask_back(lease)
 
     def _leases(self) -> Iterator[Lease]:
-        return (lease for slot in self.slots for lease in slot.leases.values())
+        # Copies: statistics are read from other threads.
+        return (lease for slot in self.slots for lease in list(slot.leases.values()))
 
 
 def _num_leases(slot: Slot) -> int:

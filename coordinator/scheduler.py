@@ -27,8 +27,10 @@ from coremill.coordinator.events import (
     Paused,
     RetireWorker,
     Send,
+    Show,
     StartWorker,
     Submitted,
+    Watched,
     WorkerDied,
     Workers,
     WorkerStopped,
@@ -75,6 +77,8 @@ class Scheduler(Placement):
                     self._submitted(ticket, request, now)
                 case Cancelled(ticket):
                     self._cancelled(ticket, now)
+                case Watched(ticket):
+                    self._watch(ticket)
                 case WorkerDied():
                     self._died(event, now)
                 case Workers(count):
@@ -114,6 +118,13 @@ class Scheduler(Placement):
             self._detach(sequence)
         self._finish(sequence, now, error=RequestError("cancelled", "the request was cancelled"))
 
+    def _watch(self, ticket: int) -> None:
+        sequence = self.sequences.get(ticket)
+        if sequence is not None and not sequence.watched:
+            sequence.watched = True
+            if sequence.text:
+                self._out.append(Show(ticket, bytes(sequence.text)))
+
     def _heard(self, slot: Slot, message, now: float) -> None:
         match message:
             case Stepped():
@@ -150,6 +161,8 @@ class Scheduler(Placement):
                 computed = len(sequence.tokens)
                 sequence.tokens.append(token)
                 sequence.text += text
+                if sequence.watched and text:
+                    self._out.append(Show(sequence.ticket, text))
                 self._moved_on(lease, computed)
         for number, reason in message.finished:
             lease = self._close_lease(slot, number)
@@ -312,7 +325,7 @@ class Scheduler(Placement):
 
     def _all_tables(self) -> list[Table]:
         tables = [lease.table for lease in self._leases()]
-        return tables + [s.table for s in self.sequences.values() if s.lease is None and s.table is not None]
+        return tables + [s.table for s in list(self.sequences.values()) if s.lease is None and s.table is not None]
 
     def check(self) -> None:
         """AssertionError unless every block is in one place and every sequence is in one place."""
