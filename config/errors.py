@@ -11,6 +11,7 @@ CoremillError
  +-- EngineError            the engine as a whole cannot go on
  |    +-- WorkerStartError  no worker could be started
  |    +-- EngineClosedError the coordinator was closed under a job
+ +-- QueueFullError       the coordinator has as many unfinished jobs as it may have (max_queue)
  +-- RunError               a batch run cannot start or resume
       +-- ResumeRefusedError  the earlier run used another model, seed, ... (named)
 """
@@ -91,6 +92,10 @@ class WorkerStartError(EngineError):
 
 class EngineClosedError(EngineError):
     """The coordinator was closed while a job was waiting or running."""
+
+
+class QueueFullError(CoremillError):
+    """The coordinator has `max_queue` unfinished jobs, and the caller would not wait for one to end."""
 
 
 class RunError(CoremillError):

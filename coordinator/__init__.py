@@ -1,12 +1,20 @@
 """Owns jobs, sequences, block tables, the prefix index, the journal and the workers' lives."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coremill.coordinator.python.job import Completion, Job
+    from coremill.coordinator.python.sync import Coordinator
+
 __all__ = ["Completion", "Coordinator", "Job"]
 
+_MODULES = {"Completion": "job", "Coordinator": "sync", "Job": "job"}
 
-def __getattr__(name: str):
+
+def __getattr__(name: str) -> Any:
     # Lazily: the text helper and the batch runner import their own parts only.
-    if name in __all__:
-        from coremill.coordinator import api
+    if name in _MODULES:
+        from importlib import import_module
 
-        return getattr(api, name)
+        return getattr(import_module(f"coremill.coordinator.python.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'coremill.coordinator' has no attribute {name!r}")

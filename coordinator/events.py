@@ -24,6 +24,13 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Watched:
+    """Somebody reads the sequence's text as it comes. May come after its end."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class FromWorker:
     worker: int
     message: Ready | Stepped | Released | Failed
@@ -67,7 +74,7 @@ class Closing:
     reason: str = "the engine was closed before this request was done"
 
 
-Event = Submitted | Cancelled | FromWorker | WorkerDied | Workers | Paused | Closing
+Event = Submitted | Cancelled | Watched | FromWorker | WorkerDied | Workers | Paused | Closing
 
 # ---- instructions ----
 
@@ -99,6 +106,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Show:
+    """The next bytes of the text of a sequence that is watched; what came with its last token is not told."""
+
+    ticket: int
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     ticket: int
     result: SequenceResult
@@ -111,4 +126,4 @@ class GiveUp:
     reason: str
 
 
-Instruction = StartWorker | RetireWorker | WorkerStopped | Send | Finish | GiveUp
+Instruction = StartWorker | RetireWorker | WorkerStopped | Send | Show | Finish | GiveUp

@@ -23,7 +23,8 @@ LOOK_AROUND = 16
 class Sequence:
     """One request from submission to result. It survives leases, workers and preemptions.
 
-    tokens: prompt and everything generated so far; text: what has been shown of it, as bytes.
+    tokens: prompt and everything generated so far; text: what has been shown of it, as bytes; watched: somebody reads
+    that as it comes.
     table: its blocks, once it has some. waits_for: another's table, which is getting tokens that this one begins with.
     cached: prompt tokens that it did not have to compute.
     progress: the largest number of tokens it ever had, computed for it or found.
@@ -35,6 +36,7 @@ class Sequence:
     request: SequenceRequest
     tokens: list[int]
     text: bytearray = field(default_factory=bytearray)
+    watched: bool = False
     lease: Lease | None = None
     table: Table | None = None
     waits_for: Table | None = None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coremill.config.errors import RequestError
+from coremill.config.joboptions import MAX_PRIORITY
 from coremill.config.request import SequenceRequest
-
-MAX_PRIORITY = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)

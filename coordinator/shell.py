@@ -8,6 +8,7 @@ second whether it gets on (coordinator/watchdog.py).
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from coremill.coordinator.events import (
     Instruction,
     RetireWorker,
     Send,
+    Show,
     StartWorker,
     WorkerDied,
     WorkerStopped,
@@ -57,6 +59,7 @@ class Shell:
 
     Args:
         on_finish: called with (ticket, result) once for every submitted sequence.
+        on_text: called with (ticket, bytes) for each piece of a watched sequence's text.
         on_event: told what happens to workers (see Engine).
     """
 
@@ -67,13 +70,14 @@ class Shell:
         groups: Sequence[CoreGroup],
         worker_command: Sequence[str],
         on_finish: Callable[[int, SequenceResult], None],
+        on_text: Callable[[int, bytes], None],
         on_event: Callable[[dict[str, Any]], None],
     ) -> None:
         self.config = config
         self.failure: EngineError | None = None
         self.num_finished = self.num_failed = 0
         self._storage = storage
-        self._on_finish, self._on_event = on_finish, on_event
+        self._on_finish, self._on_text, self._on_event = on_finish, on_text, on_event
         self.pool = WorkerPool(groups, worker_command)
         self.places = Places(groups)
         self._workers: dict[bytes, WorkerProcess] = {}
@@ -114,10 +118,12 @@ class Shell:
         """Also wake up when this descriptor is readable."""
         self._poller.register(fd, zmq.POLLIN)
 
-    def sleep(self) -> list[Event]:
-        """Until something happens; what has been heard from workers and of their ends."""
+    def sleep(self, at_most: float | None = None) -> list[Event]:
+        """Until something happens, or `at_most` seconds; what has been heard from workers and of their ends."""
         watched = any(map(self._has_work, self._workers.values()))
-        active = dict(self._poller.poll(self._watchdog.interval * 1000 if watched else None))
+        limits = (at_most, self._watchdog.interval if watched else None)
+        timeout = min((limit for limit in limits if limit is not None), default=None)
+        active = dict(self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
         events = self._drain()
         for worker in list(self._workers.values()):
             if worker.pidfd in active:
@@ -285,6 +291,8 @@ class Shell:
                     self.num_finished += result.error is None
                     self.num_failed += result.error is not None
                     self._on_finish(ticket, result)
+                case Show(ticket, text):
+                    self._on_text(ticket, text)
                 case StartWorker(index):
                     to_start.append(index)
                 case RetireWorker(index, cause):

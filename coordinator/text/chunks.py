@@ -35,19 +35,19 @@ class Batch:
 class Chunk:
     """Rows that travel together: (position in the batch, packed row)."""
 
-    __slots__ = ("batch", "count_only", "kills", "num_bytes", "number", "rows")
+    __slots__ = ("batch", "kills", "kind", "num_bytes", "number", "rows")
 
-    def __init__(self, batch: Batch, count_only: bool, rows: list[tuple[int, bytes]]) -> None:
-        self.batch, self.count_only, self.rows = batch, count_only, rows
+    def __init__(self, batch: Batch, kind: wire.Kind, rows: list[tuple[int, bytes]]) -> None:
+        self.batch, self.kind, self.rows = batch, kind, rows
         self.num_bytes = sum(len(data) for _, data in rows)
         self.number = 0
         self.kills = 0
 
     def singles(self) -> list[Chunk]:
-        return [Chunk(self.batch, self.count_only, [row]) for row in self.rows]
+        return [Chunk(self.batch, self.kind, [row]) for row in self.rows]
 
 
-def make_chunks(requests: Sequence[TextRequest], count_only: bool) -> tuple[Batch, list[Chunk]]:
+def make_chunks(requests: Sequence[TextRequest], kind: wire.Kind) -> tuple[Batch, list[Chunk]]:
     """Pack requests for the helper. A request that cannot be sent has its answer already."""
     batch, chunks = Batch(len(requests)), []
     rows: list[tuple[int, bytes]] = []
@@ -59,10 +59,10 @@ def make_chunks(requests: Sequence[TextRequest], count_only: bool) -> tuple[Batc
             batch.answer(position, error)
             continue
         if rows and (len(rows) == _CHUNK_ROWS or num_bytes + len(data) > _CHUNK_BYTES):
-            chunks.append(Chunk(batch, count_only, rows))
+            chunks.append(Chunk(batch, kind, rows))
             rows, num_bytes = [], 0
         rows.append((position, data))
         num_bytes += len(data)
     if rows:
-        chunks.append(Chunk(batch, count_only, rows))
+        chunks.append(Chunk(batch, kind, rows))
     return batch, chunks

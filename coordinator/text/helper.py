@@ -125,10 +125,11 @@ def _memory_in_use() -> tuple[int, int]:
 
 
 def _work(preparer: Preparer, job: Any, time_limit: float) -> None:
-    number, count_only, rows = job
+    number, kind, rows = job
     signal.setitimer(signal.ITIMER_REAL, time_limit)
-    answers = preparer.prepare([TextRequest(*row) for row in rows])
-    packed = [wire.pack_answer(answer, count_only) for answer in answers]
+    requests = [TextRequest(*row) for row in rows]
+    answers = preparer.render_all(requests) if kind == "render" else preparer.prepare(requests)
+    packed = [wire.pack_answer(answer, kind) for answer in answers]
     signal.setitimer(signal.ITIMER_REAL, 0)
     _send([number, packed])
 

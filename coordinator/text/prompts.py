@@ -61,6 +61,16 @@ class Preparer:
             results[row] = ids
         return results
 
+    def render_all(self, requests: Sequence[TextRequest]) -> list[str | RequestError]:
+        """The text of each chat, or what is wrong with it."""
+        results: list[str | RequestError] = []
+        for request in requests:
+            try:
+                results.append(self.render(request))
+            except RequestError as error:
+                results.append(error)
+        return results
+
     def render(self, request: TextRequest) -> str:
         """The text of a chat, as `apply_template` shows it."""
         template, variables, constants = self._chat(request)

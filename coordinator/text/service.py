@@ -117,12 +117,17 @@ class TextService:
 
     def count(self, requests: Sequence[TextRequest]) -> list[int | RequestError]:
         """Number of tokens of each request, or what is wrong with it, in order."""
-        return self.submit(requests, count_only=True).result()
+        return self.submit(requests, "count").result()
 
-    def submit(self, requests: Sequence[TextRequest], *, count_only: bool = False) -> Future[list[Any]]:
-        """As prepare and count, without waiting: a future of tuples of ids (or counts) and RequestErrors."""
+    def render(self, requests: Sequence[TextRequest]) -> list[str | RequestError]:
+        """The text of each chat as the template makes it, or what is wrong with it, in order."""
+        return self.submit(requests, "render").result()
+
+    def submit(self, requests: Sequence[TextRequest], kind: wire.Kind = "ids") -> Future[list[Any]]:
+        """As prepare, count and render, without waiting: a future of tuples of ids (or counts, or texts) and
+        RequestErrors."""
         self._check_usable()
-        batch, chunks = make_chunks(requests, count_only)
+        batch, chunks = make_chunks(requests, kind)
         with self._lock:
             self._check_usable()
             self._waiting.extend(chunks)
@@ -252,7 +257,7 @@ class TextService:
                 chunk = self._waiting.popleft()
             self._num_jobs += 1
             chunk.number = self._num_jobs
-            helper.send(wire.pack_job(chunk.number, chunk.count_only, [data for _, data in chunk.rows]))
+            helper.send(wire.pack_job(chunk.number, chunk.kind, [data for _, data in chunk.rows]))
             if not self._away:
                 self._set_deadline()
             self._away.append(chunk)

@@ -2,11 +2,11 @@
 
     u64 length (little-endian), then that many bytes of msgpack
 
-    to the helper:   settings (a map), then [job, count_only, [row, ...]] for each job
+    to the helper:   settings (a map), then [job, kind, [row, ...]] for each job
     from the helper: ["ready", {...}] or ["failed", class name, message], then [job, [answer, ...]]
 
-A row is a TextRequest as a list; an answer is the ids as bytes (int32, machine order), a count, or an error as
-[code, message, param].
+A row is a TextRequest as a list; an answer is, by the job's kind, the ids as bytes (int32, machine order), their
+count, or the text of a chat; or else an error as [code, message, param].
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from coremill.config.errors import RequestError
 from coremill.coordinator.text.requests import TextRequest
 
 _LENGTH = struct.Struct("<Q")
+
+Kind = Literal["ids", "count", "render"]
 
 
 def pack(value: Any) -> bytes:
@@ -50,22 +52,24 @@ def pack_row(request: TextRequest) -> bytes:
         raise RequestError("invalid_value", f"the request cannot be sent to the text helper: {error}") from None
 
 
-def pack_job(job: int, count_only: bool, rows: list[bytes]) -> bytes:
+def pack_job(job: int, kind: Kind, rows: list[bytes]) -> bytes:
     """A job from rows that are packed already."""
     import msgpack
 
     packer = msgpack.Packer()
-    head = packer.pack_array_header(3) + pack(job) + pack(count_only) + packer.pack_array_header(len(rows))
+    head = packer.pack_array_header(3) + pack(job) + pack(kind) + packer.pack_array_header(len(rows))
     return frame(b"".join([head, *rows]))
 
 
-def pack_answer(answer: list[int] | RequestError, count_only: bool) -> Any:
+def pack_answer(answer: list[int] | str | RequestError, kind: Kind) -> Any:
     if isinstance(answer, RequestError):
         return [answer.code, answer.message, answer.param]
-    return len(answer) if count_only else array("i", answer).tobytes()
+    if isinstance(answer, str):
+        return answer
+    return len(answer) if kind == "count" else array("i", answer).tobytes()
 
 
-def unpack_answer(value: Any) -> tuple[int, ...] | int | RequestError:
+def unpack_answer(value: Any) -> tuple[int, ...] | int | str | RequestError:
     if isinstance(value, list):
         return RequestError(*value)
     return tuple(array("i", value)) if isinstance(value, bytes) else value

@@ -1,0 +1,275 @@
+"""The coordinator for programs with threads."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from coremill.config.engine import EngineConfig
+from coremill.config.errors import ConfigError, EngineClosedError, EngineError, RequestError
+from coremill.config.joboptions import JobOptions, check_job_options
+from coremill.config.request import GenerationRequest
+from coremill.config.request_fields import check_custom_id
+from coremill.coordinator.python.asking import request_of_fields
+from coremill.coordinator.python.job import Job
+from coremill.coordinator.python.roster import Roster
+from coremill.coordinator.text.requests import TextRequest
+
+if TYPE_CHECKING:
+    import datetime
+
+    from coremill.coordinator.python.backend import Backend
+
+
+class Coordinator:
+    """Workers on every core, and a queue of requests for them.
+
+        with Coordinator("smollm2") as c:
+            job = c.submit("The capital of France is", max_tokens=8, temperature=0)
+            print(job.result().text)
+
+    Args:
+        model: a GGUF file, a pack, or a short name ("smollm2").
+        max_queue: most unfinished jobs at a time; submit() waits, or raises, beyond. None: any number.
+        on_event: told what happens to workers (see Engine); called on another thread.
+        options: fields of EngineConfig (workers, cores_per_worker, max_active, ctx, arena, seed, ...).
+
+    Usable from any number of threads. Workers start at once and load while you go on. After close(), or at the end
+    of the `with` block, unfinished jobs raise EngineClosedError. One that nobody refers to any more, neither directly
+    nor by a job, closes when it is collected. It belongs to the process that made it: after a fork, everything in the
+    child raises EngineError, also the jobs that were unfinished.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        max_queue: int | None = None,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        **options: Any,
+    ) -> None:
+        from coremill.coordinator.python.local import LocalBackend
+
+        if not isinstance(model, (str, os.PathLike)) or not isinstance(os.fspath(model), str):
+            raise ConfigError(f"model is {model!r}: it must be the path of a file or a short name")
+        if on_event is not None and not callable(on_event):
+            raise ConfigError(f"on_event is {on_event!r}: it must be a function")
+        if max_queue is not None and (isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 1):
+            raise ConfigError(f"max_queue is {max_queue!r}: it must be an integer of at least 1, or None")
+        config = EngineConfig.from_keywords(**options)
+        self._set_up(LocalBackend(model, config, on_event), max_queue)
+
+    @classmethod
+    def over(cls, backend: Backend, max_queue: int | None = None) -> Coordinator:
+        """One whose jobs run elsewhere."""
+        coordinator = cls.__new__(cls)
+        coordinator._set_up(backend, max_queue)
+        return coordinator
+
+    def _set_up(self, backend: Backend, max_queue: int | None) -> None:
+        self._owner = os.getpid()
+        self._backend = backend
+        self._roster = Roster(max_queue)
+        self._numbers = itertools.count(1)
+        _coordinators.add(self)
+        weakref.finalize(self, _let_go, self._owner, self._backend)
+
+    # ---- jobs ----
+
+    def submit(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Iterable[Mapping[str, Any]] | None = None,
+        prompt_ids: Iterable[int] | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Iterable[str] | None = None,
+        allow_special: bool = False,
+        custom_id: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        deadline: float | datetime.datetime | None = None,
+        retries: int = 0,
+        wait: bool | float = True,
+    ) -> Job:
+        """Queue one request; exactly one of prompt, messages and prompt_ids.
+
+            job = c.submit(messages=[{"role": "user", "content": "Hello"}], max_tokens=40, priority=1, timeout=30)
+
+        Args:
+            prompt: text to continue. messages: a chat, for the model's template. prompt_ids: token ids as they are.
+            max_tokens: default 16 for prompts, the room left in ctx for chats.
+            temperature: default 1; 0 always takes the most likely token. top_p, top_k, min_p: fewer to choose from.
+            seed: default drawn from the run's seed and custom_id.
+            stop: strings that end the text, which does not contain them.
+            allow_special: the request's own texts may spell the model's control tokens.
+            custom_id: up to 1024 characters; default "job-N". metadata: up to 16 pairs of strings; both come back.
+            priority: an integer; higher runs first, and what is lower pauses meanwhile where it stands.
+            timeout, deadline: seconds from now, or a Unix time or datetime, after which it ends with an error.
+            retries: how often it is begun again after a failure that need not recur (a crash).
+            wait: what to do while max_queue jobs are unfinished: True waits, False raises QueueFullError, a number
+                waits at most so many seconds.
+
+        Raises:
+            RequestError: a field is wrong. What is found out later (template, length) is raised by Job.result().
+            QueueFullError: see wait. EngineClosedError: after close().
+        """
+        self._check_owner()
+        given = {
+            "prompt": prompt, "messages": messages, "prompt_ids": prompt_ids, "max_tokens": max_tokens,
+            "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed, "stop": stop,
+            "allow_special": allow_special, "metadata": metadata,
+        }  # fmt: skip
+        options = {"priority": priority, "timeout": timeout, "deadline": deadline, "retries": retries}
+        request, checked = self._checked(given, options, custom_id)
+        self._roster.enter(False if self._backend.is_own_thread else wait)
+        return self._begin(request, checked)
+
+    def _checked(
+        self, given: dict[str, Any], options: dict[str, Any], custom_id: str | None
+    ) -> tuple[GenerationRequest, JobOptions]:
+        custom_id = f"job-{next(self._numbers)}" if custom_id is None else check_custom_id(custom_id)
+        return request_of_fields(given, custom_id), check_job_options(options)
+
+    def _begin(self, request: GenerationRequest, options: JobOptions) -> Job:
+        """In a place of the roster that has been taken for it."""
+        job = Job(self, self._backend.new_id(), request, options)
+        self._roster.sign(job)
+        try:
+            self._backend.begin([job])
+        except BaseException:
+            job._abandon()
+            raise
+        return job
+
+    def cancel_all(self) -> None:
+        """Cancel every unfinished job."""
+        self._check_owner()
+        for job in self._roster.jobs():
+            job.cancel()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until no job is unfinished; False when that takes longer than `timeout` seconds. Ctrl-C meanwhile
+        cancels all of them. From a job's callback it would wait for itself: EngineError."""
+        self._check_owner()
+        if self._backend.is_own_thread:
+            raise EngineError("drain() in a callback would wait for the thread it runs on: call it on your own thread")
+        idle = self._roster.idle()
+        try:
+            idle.result(timeout)
+        except TimeoutError:
+            return not idle.cancel()
+        except KeyboardInterrupt:
+            self.cancel_all()
+            raise
+        return True
+
+    # ---- text ----
+
+    def count_tokens(self, prompt: str | None = None, *, messages: Iterable[Mapping[str, Any]] | None = None) -> int:
+        """Tokens of a text or of a chat in its template, as submit() would count them. RequestError as there."""
+        self._check_owner()
+        request = request_of_fields({"prompt": prompt, "messages": messages}, "count")
+        return _only(self._backend.count_tokens([TextRequest(messages=request.messages, prompt=request.prompt)]))
+
+    def apply_template(self, messages: Iterable[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The text that the model's template makes of a chat. RequestError when it refuses."""
+        self._check_owner()
+        request = request_of_fields({"messages": messages}, "template")
+        asked = TextRequest(messages=request.messages, add_generation_prompt=add_generation_prompt)
+        return _only(self._backend.render([asked]))
+
+    # ---- the whole ----
+
+    def stats(self) -> dict[str, Any]:
+        """The queue, the KV arena, and `workers`: for each pid, cores, state, prefill_tokens, decode_tokens,
+        busy_seconds, mean_batch, rss_bytes, pss_bytes and how that splits into weights, arena and private memory.
+        `queue` also has `unfinished` (jobs of this coordinator) and `max_queue`."""
+        self._check_owner()
+        found = self._backend.stats()
+        found["queue"] |= {"unfinished": self._roster.num_unfinished, "max_queue": self._roster.limit}
+        return found
+
+    def workers(self, count: int) -> None:
+        """Change the number of workers, 1 to the number it began with. What they run goes on; nothing is lost."""
+        self._check_owner()
+        self._backend.set_workers(count)
+
+    def wait_ready(self, timeout: float | None = None) -> bool:
+        """Block until every worker has loaded the model; False on timeout."""
+        self._check_owner()
+        return self._backend.wait_ready(timeout)
+
+    def close(self) -> None:
+        """End workers and helper and wait for them. Unfinished jobs raise EngineClosedError. May be repeated.
+
+        In a callback, which runs on one of our threads, it only begins to.
+        """
+        if os.getpid() != self._owner:
+            return  # a forked child has nothing to close
+        self._roster.close(EngineClosedError("the coordinator was closed"))
+        self._backend.close(True)
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Coordinator belongs to the process that made it: make one in each process, or attach to one")
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise EngineError(_forked(self._owner))
+
+
+def _forked(owner: int) -> str:
+    return (
+        f"this coordinator belongs to process {owner}; process {os.getpid()} was forked from it and cannot use it: "
+        "create one after the fork, or start processes with 'spawn'"
+    )
+
+
+def _only(asked: Future[list[Any]]) -> Any:
+    (answer,) = asked.result()
+    if isinstance(answer, RequestError):
+        raise answer
+    return answer
+
+
+def _let_go(owner: int, backend: Backend) -> None:
+    """Nobody has the coordinator any more. On whatever thread found that out, so nothing is waited for."""
+    if os.getpid() == owner:
+        backend.close(wait=False)
+
+
+_coordinators: weakref.WeakSet[Coordinator] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for coordinator in list(_coordinators):
+        coordinator.close()
+
+
+def _end_all_in_child() -> None:
+    """Jobs that were unfinished at a fork will not end in the child: whoever asks there is told."""
+    for coordinator in list(_coordinators):
+        for job in coordinator._roster.jobs():
+            job._end_in_child(EngineError(_forked(coordinator._owner)))
+
+
+# The threads are daemons, which the end of the interpreter would cut off in the middle of a call.
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_end_all_in_child)
