@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError, Future, as_completed
+from concurrent.futures import CancelledError, Future, as_completed, wait
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -112,7 +112,7 @@ def test_wrong_fields_are_refused_at_once(shared, given, code):
 @pytest.mark.parametrize(
     ("field", "wrong"),
     [
-        ("priority", [None, 1.5, True, "high", [1], 10**30, float("nan")]),
+        ("priority", [1.5, True, "high", [1], 10**30, float("nan")]),
         ("custom_id", [5, b"x", "", "\ud800", "y" * 5000]),
         ("allow_special", ["false", "no", 1, object()]),
         ("stop", [5, b"a", {"a": 1}, ["a", 5]]),
@@ -244,7 +244,7 @@ def test_made_in_a_thread_that_ends(tiny_pack):
 def test_dropped_without_close(tiny_pack):
     coordinator = Coordinator(tiny_pack, workers=1)
     kept = coordinator.submit("a", max_tokens=300)
-    pids = [worker["pid"] for worker in coordinator.stats()["workers"]] + [coordinator._text.pid]
+    pids = [worker["pid"] for worker in coordinator.stats()["workers"]] + [coordinator._backend.text.pid]
     dropped = threading.Event()
     coordinator.submit("b", max_tokens=2).add_done_callback(lambda job: dropped.set())
     del coordinator
@@ -282,7 +282,9 @@ def test_a_forked_child_gets_errors_not_hangs(tiny_pack):
         child = os.fork()
         if child == 0:
             said = []
-            calls = (pending.result, pending.exception, pending.cancel, job.cancel, coordinator.stats)
+            assert pending.done() and isinstance(pending.exception(), EngineError) and job.result().token_ids
+            wait([pending])
+            calls = (pending.result, lambda: next(iter(pending)), pending.cancel, job.cancel, coordinator.stats)
             for attempt in (lambda: coordinator.submit("a"), *calls):
                 try:
                     attempt()
@@ -306,7 +308,7 @@ from coremill.coordinator import Coordinator
 coordinator = Coordinator(sys.argv[1])
 coordinator.wait_ready()
 jobs = [coordinator.submit("a b c", max_tokens=400, seed=n) for n in range(int(sys.argv[2]))]
-pids = [worker["pid"] for worker in coordinator.stats()["workers"]] + [coordinator._text.pid]
+pids = [worker["pid"] for worker in coordinator.stats()["workers"]] + [coordinator._backend.text.pid]
 print(json.dumps(pids), flush=True)
 if sys.argv[3] == "wait":
     time.sleep(60)
@@ -378,7 +380,7 @@ def test_kill_of_a_worker_of_the_default_model(smollm2_pack):
             coordinator.wait_ready(60)
             jobs = [coordinator.submit(prompt, max_tokens=80, seed=1) for prompt in prompts]
             if kill:
-                place = coordinator._engine._shell.places[0]
+                place = coordinator._backend.engine._shell.places[0]
                 while place.counters["decode_tokens"] < 20:
                     assert not all(job.done() for job in jobs)
                     time.sleep(0.002)

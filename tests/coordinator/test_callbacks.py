@@ -28,7 +28,7 @@ def started(tiny_pack):
     yield start
     for coordinator in made:
         coordinator.close()
-        assert not coordinator._text._thread.is_alive() and not coordinator._engine._thread.is_alive()
+        assert not coordinator._backend.text._thread.is_alive() and not coordinator._backend.engine._thread.is_alive()
 
 
 def with_callback(coordinator: Coordinator, given: dict, callback) -> None:
@@ -81,7 +81,7 @@ def test_close_in_a_callback(started, given):
 
     with_callback(coordinator, given, close)
     assert isinstance(waiting.exception(30), (EngineClosedError, type(None)))
-    coordinator._engine._thread.join(30)
+    coordinator._backend.engine._thread.join(30)
     assert closed == [True]
     with pytest.raises(EngineClosedError):
         coordinator.submit("a").result(30)
@@ -102,8 +102,8 @@ def test_both_threads_close_at_once(started):
         thread.start()
     for thread in threads:
         thread.join(60)
-    coordinator._text._thread.join(30)
-    coordinator._engine._thread.join(30)
+    coordinator._backend.text._thread.join(30)
+    coordinator._backend.engine._thread.join(30)
     assert not together.broken
 
 
