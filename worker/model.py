@@ -129,6 +129,18 @@ class WorkerModel:
         if self._lib.cm_engine_copy_block(self._engine, source, target, num_tokens, err, len(err)) < 0:
             raise EngineError(f"copy refused: {self._ffi.string(err).decode(errors='replace')}")
 
+    def borrow(self, cores: Sequence[int]) -> None:
+        """Let a thread on each of these cores take part in every step from now on; none of them ends that.
+
+        Threads are started when first wanted, and sleep while they are not. Tokens do not depend on it.
+
+        Raises:
+            EngineError: the kernel refuses threads there, or memory for them; steps use the own threads alone.
+        """
+        err = self._err
+        if self._lib.cm_engine_borrow(self._engine, list(cores), len(cores), err, len(err)) < 0:
+            raise EngineError(f"borrowing refused: {self._ffi.string(err).decode(errors='replace')}")
+
     @property
     def isa(self) -> str:
         """Name of the instruction set whose kernels run."""

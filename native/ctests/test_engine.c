@@ -1,7 +1,9 @@
-/* The engine under the sanitizers: a small random model in exact-size memory, stepped by one thread and by
- * several, with batches of every shape; and sampling at the edges. Numbers are checked from Python
+/* The engine under the sanitizers: a small random model in exact-size memory, stepped by one thread, by several and
+ * by a number that changes, with batches of every shape; and sampling at the edges. Numbers are checked from Python
  * (tests/worker/test_model.py); here the same bytes and nothing out of bounds are the point. */
+#define _GNU_SOURCE
 #include <assert.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -133,9 +135,18 @@ static cm_engine *make_engine(uint8_t *arena, size_t arena_len, int kv_type, int
 
 /* ---- steps ---- */
 
+/* A CPU that this process may use. */
+static int32_t some_core(unsigned choice) {
+    cpu_set_t set;
+    assert(sched_getaffinity(0, sizeof set, &set) == 0);
+    for (int core = 0, at = (int)(choice % (unsigned)CPU_COUNT(&set));; core++)
+        if (CPU_ISSET(core, &set) && at-- == 0)
+            return core;
+}
+
 /* Sequences that grow by random numbers of rows until their two blocks are full. Everything a step gives is
- * appended to `out`. */
-static size_t run(int kv_type, int threads, int seed, cm_step_result *out) {
+ * appended to `out`. borrowing: before every other step the number of borrowed cores changes, or which they are. */
+static size_t run(int kv_type, int threads, int borrowing, int seed, cm_step_result *out) {
     size_t arena_len = BLOCKS * KV_HEADS * cm_kv_head_bytes(kv_type, HEAD_DIM);
     uint8_t *arena = aligned_alloc(64, arena_len);
     memset(arena, 0xff, arena_len); /* NaN until a block is first used */
@@ -171,6 +182,11 @@ static size_t run(int kv_type, int threads, int seed, cm_step_result *out) {
         if (active == 0)
             break;
         char err[200];
+        if (borrowing && num_steps % 2 == 0) {
+            unsigned choice = (unsigned)num_steps / 2 * 2654435761u >> 16;
+            int32_t cores[3] = {some_core(choice), some_core(choice / 2), some_core(choice / 4)};
+            assert(cm_engine_borrow(engine, cores, (int)(choice / 8 % 4), err, sizeof err) == 0);
+        }
         int got = cm_engine_step(engine, &b, out + num_out, err, sizeof err);
         assert(got >= 0);
         num_out += (size_t)got;
@@ -185,15 +201,33 @@ static size_t run(int kv_type, int threads, int seed, cm_step_result *out) {
 static void test_steps(int kv_type) {
     static cm_step_result alone[1000], together[1000];
     for (int seed = 1; seed <= 3; seed++) {
-        size_t count = run(kv_type, 1, seed, alone);
+        size_t count = run(kv_type, 1, 0, seed, alone);
         assert(count > 20);
         for (size_t i = 0; i < count; i++)
             assert(alone[i].status == CM_SAMPLE_OK && alone[i].token >= 0 && alone[i].token < VOCAB);
-        for (int threads = 2; threads <= 4; threads++) {
-            assert(run(kv_type, threads, seed, together) == count);
-            assert(memcmp(alone, together, count * sizeof alone[0]) == 0);
-        }
+        for (int threads = 1; threads <= 4; threads++)
+            for (int borrowing = threads == 1; borrowing <= (threads < 3); borrowing++) {
+                assert(run(kv_type, threads, borrowing, seed, together) == count);
+                assert(memcmp(alone, together, count * sizeof alone[0]) == 0);
+            }
     }
+}
+
+static void test_borrowing_what_is_not_there(void) {
+    size_t arena_len = BLOCKS * KV_HEADS * cm_kv_head_bytes(cm_kv_type("f16"), HEAD_DIM);
+    uint8_t *arena = aligned_alloc(64, arena_len);
+    cm_engine *engine = make_engine(arena, arena_len, cm_kv_type("f16"), 1, NULL);
+    uint64_t before = cm_engine_scratch_bytes(engine);
+    char err[200] = "";
+    int32_t cores[2] = {some_core(0), -1};
+    assert(cm_engine_borrow(engine, cores, 2, err, sizeof err) == -1 && strcmp(err, "core -1") == 0);
+    cores[1] = 1 << 20; /* a number no machine has */
+    assert(cm_engine_borrow(engine, cores, 2, err, sizeof err) == -1 && strstr(err, "on CPU 1048576"));
+    assert(cm_engine_borrow(engine, cores, 1 << 20, err, sizeof err) == -1 && strstr(err, "1048576 cores borrowed"));
+    assert(cm_engine_borrow(engine, cores, 1, err, sizeof err) == 0);
+    assert(cm_engine_scratch_bytes(engine) > before);
+    cm_engine_destroy(engine);
+    free(arena);
 }
 
 static void test_sampling_edges(void) {
@@ -224,6 +258,7 @@ int main(void) {
             test_steps(cm_kv_type("q8"));
             test_sampling_edges();
         }
+    test_borrowing_what_is_not_there();
     free(weights);
     puts("ok");
     return 0;

@@ -20,49 +20,41 @@
 
 /* ---- layout of the scratch ---- */
 
-/* The next `bytes` at `*at`, on a cache line; with base NULL only *at moves. */
-static void *take(uint8_t *base, size_t *at, size_t bytes) {
-    size_t offset = *at;
-    *at += CM_ROUND_UP(bytes, (size_t)64);
-    return base ? base + offset : NULL;
-}
-
 static void place_buffer(cm_engine_buffer *b, uint8_t *base, size_t *at) {
     if (b->kind == CM_BUFFER_ROWS) {
-        b->rows = take(base, at, b->max_rows * b->stride * sizeof(float));
+        b->rows = cm_take(base, at, b->max_rows * b->stride * sizeof(float));
         return;
     }
     size_t groups = CM_ROUND_UP(b->max_rows, (size_t)CM_TOKEN_GROUP) / CM_TOKEN_GROUP, k = (size_t)b->width;
     b->act.k = b->width;
     if (b->forms & CM_ACT_INT8) {
-        b->act.q = take(base, at, groups * k * CM_TOKEN_GROUP);
-        b->act.blocks = take(base, at, groups * (k / 32) * sizeof(cm_act_block));
+        b->act.q = cm_take(base, at, groups * k * CM_TOKEN_GROUP);
+        b->act.blocks = cm_take(base, at, groups * (k / 32) * sizeof(cm_act_block));
     }
     if (b->forms & CM_ACT_F32)
-        b->act.f = take(base, at, groups * k * CM_TOKEN_GROUP * sizeof(float));
+        b->act.f = cm_take(base, at, groups * k * CM_TOKEN_GROUP * sizeof(float));
 }
 
 /* Called twice: with base NULL to learn the length, then to set the pointers. */
 static size_t place(cm_engine *e, uint8_t *base) {
     size_t at = 0, rows = (size_t)e->max_step_tokens, outputs = (size_t)e->max_outputs;
-    size_t threads = (size_t)e->threads, half = (size_t)e->rope_dim / 2;
+    size_t half = (size_t)e->rope_dim / 2;
     for (int i = 0; i < e->num_buffers; i++)
         place_buffer(&e->buffers[i], base, &at);
-    e->cos = take(base, &at, rows * half * sizeof(float));
-    e->sin = take(base, &at, rows * half * sizeof(float));
-    e->output_row = take(base, &at, outputs * sizeof(int32_t));
-    e->sample_seq = take(base, &at, (size_t)e->max_sequences * sizeof(int32_t));
-    e->sample_output = take(base, &at, (size_t)e->max_sequences * sizeof(int32_t));
-    e->runs = take(base, &at, rows * sizeof(cm_run));
-    e->logit_rows = take(base, &at, outputs * sizeof(float *));
-    e->best = take(base, &at, threads * outputs * sizeof(float));
-    e->best_id = take(base, &at, threads * outputs * sizeof(int32_t));
-    e->nonfinite = take(base, &at, threads * outputs);
-    e->attention_scratch = take(base, &at, threads * e->attention_scratch_len);
-    e->huge_tried = take(base, &at, e->num_regions);
+    e->cos = cm_take(base, &at, rows * half * sizeof(float));
+    e->sin = cm_take(base, &at, rows * half * sizeof(float));
+    e->output_row = cm_take(base, &at, outputs * sizeof(int32_t));
+    e->sample_seq = cm_take(base, &at, (size_t)e->max_sequences * sizeof(int32_t));
+    e->sample_output = cm_take(base, &at, (size_t)e->max_sequences * sizeof(int32_t));
+    e->runs = cm_take(base, &at, rows * sizeof(cm_run));
+    e->logit_rows = cm_take(base, &at, outputs * sizeof(float *));
+    for (int i = 0; i < e->own_threads; i++)
+        cm_thread_place(e, &e->of_thread[i], base, &at);
+    e->huge_tried = cm_take(base, &at, e->num_regions);
     /* Last, as greedy runs never touch them. */
-    e->sample_scratch = take(base, &at, threads * e->sample_scratch_len);
-    e->logits = take(base, &at, outputs * (size_t)e->vocab_size * sizeof(float));
+    for (int i = 0; i < e->own_threads; i++)
+        e->of_thread[i].sample = cm_take(base, &at, e->sample_scratch_len);
+    e->logits = cm_take(base, &at, outputs * (size_t)e->vocab_size * sizeof(float));
     return at;
 }
 
@@ -96,7 +88,7 @@ static void *copy_of(const void *source, size_t bytes) {
 }
 
 static void set_numbers(cm_engine *e, const cm_engine_config *c) {
-    e->threads = c->threads;
+    e->threads = e->own_threads = e->num_of_thread = c->threads;
     e->max_step_tokens = c->max_step_tokens;
     e->max_sequences = c->max_sequences;
     e->allow_all_logits = c->all_logits;
@@ -130,6 +122,7 @@ static int set_tables(cm_engine *e, const cm_engine_config *c) {
     e->ops = copy_of(c->ops, (size_t)c->num_ops * sizeof(cm_op));
     e->vectors = copy_of(c->vectors, (size_t)c->num_vectors * sizeof(cm_vector_ref));
     e->inv_freq = copy_of(c->inv_freq, (size_t)c->rope_dim / 2 * sizeof(double));
+    e->of_thread = calloc((size_t)c->threads, sizeof(cm_thread_scratch));
     e->barrier_after = calloc((size_t)c->num_ops, 1);
     e->buffers = calloc((size_t)c->num_buffers, sizeof(cm_engine_buffer));
     e->matrices = calloc((size_t)c->num_matrices, sizeof(cm_matrix));
@@ -137,7 +130,7 @@ static int set_tables(cm_engine *e, const cm_engine_config *c) {
         e->op_seconds = calloc((size_t)c->num_ops, sizeof(double));
         e->op_calls = calloc((size_t)c->num_ops, sizeof(uint64_t));
     }
-    if (!e->ops || !e->vectors || !e->inv_freq || !e->barrier_after || !e->buffers || !e->matrices ||
+    if (!e->ops || !e->vectors || !e->inv_freq || !e->of_thread || !e->barrier_after || !e->buffers || !e->matrices ||
         (c->profile && (!e->op_seconds || !e->op_calls)))
         return -1;
     for (int i = 0; i < c->num_buffers; i++) {
@@ -207,6 +200,7 @@ void cm_engine_destroy(cm_engine *e) {
     cm_team_destroy(e->team);
     if (e->scratch)
         munmap(e->scratch, e->scratch_len);
+    cm_threads_free(e);
     free(e->ops);
     free(e->vectors);
     free(e->inv_freq);
@@ -298,7 +292,7 @@ const float *cm_engine_logits(const cm_engine *e, size_t *stride) {
 }
 
 uint64_t cm_engine_scratch_bytes(const cm_engine *e) {
-    return e->scratch_len;
+    return e->scratch_len + cm_borrowed_len(e) * (size_t)(e->num_of_thread - e->own_threads);
 }
 
 int cm_engine_profile(const cm_engine *e, double *seconds, uint64_t *calls) {

@@ -328,3 +328,13 @@ int cm_engine_check_batch(const cm_engine *e, const cm_batch *b, char *err, size
             return -1;
     return 0;
 }
+
+int cm_engine_check_borrowed(const cm_engine *e, const int32_t *cores, int num_cores, char *err, size_t err_len) {
+    check k = {NULL, err, err_len, -1};
+    if (num_cores < 0 || num_cores > MAX_THREADS - e->own_threads)
+        return refuse(&k, "%d cores borrowed, not 0 to %d", num_cores, MAX_THREADS - e->own_threads);
+    for (int i = 0; i < num_cores; i++)
+        if (cores[i] < 0 || cores[i] > MAX_ITEMS)
+            return refuse(&k, "core %d", cores[i]);
+    return 0;
+}

@@ -144,11 +144,11 @@ static void gemm_op(cm_engine *e, const cm_op *op, int thread) {
     if (op->bias >= 0)
         g.bias = (const float *)(e->weights + e->vectors[op->bias].offset);
     if (op->kind == CM_OP_HEAD) {
-        size_t at = (size_t)thread * (size_t)e->max_outputs;
+        const cm_thread_scratch *own = &e->of_thread[thread];
         g.epilogue = CM_EPI_ARGMAX;
-        g.best = e->best + at;
-        g.best_id = e->best_id + at;
-        g.nonfinite = e->nonfinite + at;
+        g.best = own->best;
+        g.best_id = own->best_id;
+        g.nonfinite = own->nonfinite;
         g.logits = e->logit_rows;
         for (int i = 0; i < e->num_outputs; i++) {
             g.best[i] = -INFINITY;
@@ -176,7 +176,7 @@ static void attention_op(cm_engine *e, const cm_op *op, int thread) {
         .num_seqs = b->num_seqs, .seq_row = b->seq_row, .seq_pos = b->seq_pos,
         .block_begin = b->block_begin, .blocks = b->blocks,
     };
-    void *scratch = e->attention_scratch + (size_t)thread * e->attention_scratch_len;
+    void *scratch = e->of_thread[thread].attention;
     int num_units = e->kernels->attention_units(&a);
     for (int unit = cm_team_take(e->team, 1); unit < num_units; unit = cm_team_take(e->team, 1))
         e->kernels->attention(&a, unit, scratch);
@@ -188,12 +188,14 @@ static void sample_one(cm_engine *e, int index, int thread) {
     float best = -INFINITY;
     int32_t best_id = -1, nonfinite = 0;
     for (int t = 0; t < e->threads; t++) {
-        size_t at = (size_t)t * (size_t)e->max_outputs + (size_t)output;
-        nonfinite |= e->nonfinite[at];
+        const cm_thread_scratch *of = &e->of_thread[t];
+        float value = of->best[output];
+        int32_t id = of->best_id[output];
+        nonfinite |= of->nonfinite[output];
         /* Threads took panels in any order, so equal values are settled here. */
-        if (e->best_id[at] >= 0 && (best_id < 0 || e->best[at] > best || (e->best[at] == best && e->best_id[at] < best_id))) {
-            best = e->best[at];
-            best_id = e->best_id[at];
+        if (id >= 0 && (best_id < 0 || value > best || (value == best && id < best_id))) {
+            best = value;
+            best_id = id;
         }
     }
     if (nonfinite || best_id < 0) {
@@ -201,8 +203,7 @@ static void sample_one(cm_engine *e, int index, int thread) {
         return;
     }
     if (b->sampling[seq].temperature > 0) {
-        cm_sample_scratch scratch = cm_sample_scratch_at(
-            e->sample_scratch + (size_t)thread * e->sample_scratch_len, e->vocab_size);
+        cm_sample_scratch scratch = cm_sample_scratch_at(e->of_thread[thread].sample, e->vocab_size);
         /* The sampled token's own position: the one after the sequence's last row. */
         best_id = cm_sample(e->kernels, e->logit_rows[output], e->vocab_size, best, &b->sampling[seq],
                             position_of_row(b, seq, b->seq_row[seq + 1]), &scratch);

@@ -17,6 +17,8 @@
 /* Rounds of a spin before a thread sleeps. A pause is 40 to 140 cycles on the CPUs we know, so this is about
  * 20 to 80 microseconds: longer than a barrier between threads that run, shorter than a scheduler's slice. */
 enum { SPIN_ROUNDS = 1500 };
+/* Of a helper: kernels keep what is large in the engine's scratch. */
+enum { STACK_BYTES = 1 << 20 };
 
 /* A number that only grows, and those who wait for it to. Alone on its cache line. */
 typedef struct event {
@@ -24,23 +26,26 @@ typedef struct event {
     atomic_uint num_sleepers;
 } event;
 
+/* Each has a start of its own, so that those who are not wanted sleep through a run. */
 typedef struct helper {
+    event start; /* a run begins (or the team ends) */
     cm_team *team;
     int index;
+    int32_t core; /* where it is pinned, if it is */
     pthread_t thread;
 } helper;
 
 struct cm_team {
-    event start;   /* a step begins (or the team ends) */
-    event passed;  /* a barrier opens */
+    event passed; /* a barrier opens */
     _Alignas(64) atomic_int num_arrived;
     _Alignas(64) atomic_int next_unit;
-    _Alignas(64) int num_threads;
-    int num_helpers; /* those really running */
+    _Alignas(64) int num_threads; /* of a run, the caller's included; changes between runs only */
+    int num_own;                  /* of them not borrowed */
+    int num_helpers;              /* started so far */
     int ending;
     void (*fn)(void *arg, int thread);
     void *arg;
-    helper helpers[];
+    helper **helpers; /* [num_helpers]; the first take part in a run */
 };
 
 static long futex(atomic_uint *word, int operation, unsigned value) {
@@ -73,9 +78,10 @@ void cm_team_barrier(cm_team *team) {
         atomic_store_explicit(&team->next_unit, 0, memory_order_relaxed);
         return;
     }
-    /* Cannot change before this thread has arrived. */
+    /* Neither can change before this thread has arrived; afterwards the next run may have other threads. */
     unsigned seen = atomic_load(&team->passed.number);
-    if (atomic_fetch_add(&team->num_arrived, 1) == team->num_threads - 1) {
+    int num_others = team->num_threads - 1;
+    if (atomic_fetch_add(&team->num_arrived, 1) == num_others) {
         atomic_store(&team->num_arrived, 0);
         atomic_store(&team->next_unit, 0);
         raise_event(&team->passed);
@@ -93,7 +99,8 @@ void cm_team_run(cm_team *team, void (*fn)(void *, int), void *arg) {
     if (team->num_threads > 1) {
         team->fn = fn;
         team->arg = arg;
-        raise_event(&team->start);
+        for (int i = 0; i < team->num_threads - 1; i++)
+            raise_event(&team->helpers[i]->start);
     }
     fn(arg, 0);
     cm_team_barrier(team);
@@ -102,9 +109,9 @@ void cm_team_run(cm_team *team, void (*fn)(void *, int), void *arg) {
 static void *helper_main(void *arg) {
     helper *self = arg;
     cm_team *team = self->team;
-    /* A new team starts at 0, and no start is raised before the previous run's last barrier: none is missed. */
+    /* A new helper's number is 0, and no start is raised before the previous run's last barrier: none is missed. */
     for (unsigned seen = 0;; seen++) {
-        wait_beyond(&team->start, seen);
+        wait_beyond(&self->start, seen);
         if (team->ending)
             return NULL;
         team->fn(team->arg, self->index);
@@ -112,21 +119,31 @@ static void *helper_main(void *arg) {
     }
 }
 
-static int start_helper(helper *h, const int32_t *cores, char *err, size_t err_len) {
+/* The set of one core, for CPU_FREE; NULL without memory. Above 1,023 cores a fixed cpu_set_t is too short. */
+static cpu_set_t *set_of(int32_t core, size_t *bytes) {
+    *bytes = CPU_ALLOC_SIZE((size_t)core + 1);
+    cpu_set_t *set = CPU_ALLOC((size_t)core + 1);
+    if (set) {
+        CPU_ZERO_S(*bytes, set);
+        CPU_SET_S((size_t)core, *bytes, set);
+    }
+    return set;
+}
+
+/* Both return an error number; 0 when done. core: NULL for anywhere. */
+static int start_helper(helper *h, const int32_t *core) {
     pthread_attr_t attr;
     sigset_t all, before;
+    size_t bytes;
     int rc = pthread_attr_init(&attr);
-    if (rc == 0 && cores) {
-        /* Above 1,023 cores a fixed cpu_set_t is too short. */
-        size_t bytes = CPU_ALLOC_SIZE((size_t)cores[h->index] + 1);
-        cpu_set_t *set = CPU_ALLOC((size_t)cores[h->index] + 1);
-        rc = set ? 0 : ENOMEM;
-        if (set) {
-            CPU_ZERO_S(bytes, set);
-            CPU_SET_S((size_t)cores[h->index], bytes, set);
-            rc = pthread_attr_setaffinity_np(&attr, bytes, set);
-            CPU_FREE(set);
-        }
+    if (rc != 0)
+        return rc;
+    rc = pthread_attr_setstacksize(&attr, STACK_BYTES);
+    if (rc == 0 && core) {
+        cpu_set_t *set = set_of(*core, &bytes);
+        rc = set ? pthread_attr_setaffinity_np(&attr, bytes, set) : ENOMEM;
+        CPU_FREE(set);
+        h->core = *core;
     }
     /* Signals are for Python's thread. */
     sigfillset(&all);
@@ -135,38 +152,87 @@ static int start_helper(helper *h, const int32_t *cores, char *err, size_t err_l
         rc = pthread_create(&h->thread, &attr, helper_main, h);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attr);
-    if (rc != 0)
-        snprintf(err, err_len, "starting thread %d%s: %s", h->index, cores ? " on its core" : "", strerror(rc));
-    return rc ? -1 : 0;
+    return rc;
+}
+
+static int move_helper(helper *h, int32_t core) {
+    if (h->core == core)
+        return 0;
+    size_t bytes;
+    cpu_set_t *set = set_of(core, &bytes);
+    int rc = set ? pthread_setaffinity_np(h->thread, bytes, set) : ENOMEM;
+    CPU_FREE(set);
+    if (rc == 0)
+        h->core = core;
+    return rc;
+}
+
+static int add_helper(cm_team *team, const int32_t *core) {
+    helper **longer = realloc(team->helpers, (size_t)(team->num_helpers + 1) * sizeof *longer);
+    if (longer)
+        team->helpers = longer;
+    helper *h = longer ? aligned_alloc(64, sizeof *h) : NULL;
+    if (!h)
+        return ENOMEM;
+    *h = (helper){.team = team, .index = team->num_helpers + 1};
+    int rc = start_helper(h, core);
+    if (rc == 0)
+        team->helpers[team->num_helpers++] = h;
+    else
+        free(h);
+    return rc;
+}
+
+/* Always -1. */
+static int refused(int thread, const int32_t *core, int rc, char *err, size_t err_len) {
+    char where[32] = "";
+    if (core)
+        snprintf(where, sizeof where, " on CPU %d", *core);
+    snprintf(err, err_len, "starting thread %d%s: %s", thread, where, strerror(rc));
+    return -1;
 }
 
 cm_team *cm_team_create(int threads, const int32_t *cores, char *err, size_t err_len) {
-    size_t bytes = sizeof(cm_team) + (size_t)threads * sizeof(helper);
-    cm_team *team = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+    cm_team *team = aligned_alloc(64, sizeof *team);
     if (!team) {
         snprintf(err, err_len, "out of memory for %d threads", threads);
         return NULL;
     }
-    memset(team, 0, bytes);
-    team->num_threads = threads;
+    memset(team, 0, sizeof *team);
+    team->num_threads = team->num_own = threads;
     for (int i = 1; i < threads; i++) {
-        helper *h = &team->helpers[team->num_helpers];
-        *h = (helper){.team = team, .index = i};
-        if (start_helper(h, cores, err, err_len) < 0) {
+        int rc = add_helper(team, cores ? &cores[i] : NULL);
+        if (rc != 0) {
+            refused(i, cores ? &cores[i] : NULL, rc, err, err_len);
             cm_team_destroy(team);
             return NULL;
         }
-        team->num_helpers++;
     }
     return team;
+}
+
+int cm_team_borrow(cm_team *team, const int32_t *cores, int num_cores, char *err, size_t err_len) {
+    team->num_threads = team->num_own;
+    for (int i = 0; i < num_cores; i++) {
+        int at = team->num_own - 1 + i;
+        int rc = at < team->num_helpers ? move_helper(team->helpers[at], cores[i]) : add_helper(team, &cores[i]);
+        if (rc != 0)
+            return refused(at + 1, &cores[i], rc, err, err_len);
+    }
+    team->num_threads = team->num_own + num_cores;
+    return team->num_threads;
 }
 
 void cm_team_destroy(cm_team *team) {
     if (!team)
         return;
     team->ending = 1;
-    raise_event(&team->start);
     for (int i = 0; i < team->num_helpers; i++)
-        pthread_join(team->helpers[i].thread, NULL);
+        raise_event(&team->helpers[i]->start);
+    for (int i = 0; i < team->num_helpers; i++) {
+        pthread_join(team->helpers[i]->thread, NULL);
+        free(team->helpers[i]);
+    }
+    free(team->helpers);
     free(team);
 }

@@ -16,6 +16,11 @@ typedef struct cm_team cm_team;
 cm_team *cm_team_create(int threads, const int32_t *cores, char *err, size_t err_len);
 void cm_team_destroy(cm_team *team);
 
+/* Between two runs: from the next one on num_cores further threads take part, pinned to these cores, and no others;
+ * 0 ends that. They are started when first wanted and sleep while they are not. Returns the number of threads of a
+ * run, or -1 with a message in err and no further thread taking part. */
+int cm_team_borrow(cm_team *team, const int32_t *cores, int num_cores, char *err, size_t err_len);
+
 /* Runs fn(arg, thread) on all threads, thread 0 being the caller; returns when all have returned. */
 void cm_team_run(cm_team *team, void (*fn)(void *arg, int thread), void *arg);
 

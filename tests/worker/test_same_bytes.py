@@ -1,6 +1,8 @@
 """The default model: a request's tokens do not depend on how its rows were computed."""
 
 import json
+import os
+import random
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,21 @@ def undisturbed(generate) -> list[list[int]]:
 @pytest.mark.parametrize(("chunk", "threads"), [(1, 1), (7, 1), (64, 2), (7, 2)])
 def test_chunks_and_threads(generate, undisturbed, chunk, threads):
     assert generate(chunk, threads=threads) == undisturbed
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_that_come_and_go(pack, prompts, harness, kv, undisturbed, threads):
+    """Between any two steps, cores are borrowed, exchanged and given back."""
+    cores, rng = sorted(os.sched_getaffinity(0)), random.Random(threads)
+    h = harness(pack, max_step_tokens=64, kv=kv, threads=threads)
+    step = h.model.step
+
+    def step_with_others(batch):
+        h.model.borrow(rng.choices(cores, k=rng.randrange(3)))
+        return step(batch)
+
+    h.model.step = step_with_others
+    assert [h.generate(prompts[i], COUNT, 7, SAMPLES[i]) for i in range(3)] == undisturbed
 
 
 def test_batch_mates(pack, prompts, harness, kv, undisturbed):
