@@ -8,11 +8,13 @@ somebody holds a lock on it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -54,9 +56,12 @@ class PrivateFolder:
         while True:
             self.path = base / f"{_PREFIX}{secrets.token_hex(8)}"
             os.mkdir(self.path, 0o700)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            # Until it is locked somebody may take it for a stale one.
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                continue
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            # Between mkdir and flock somebody may have taken it for a stale one.
             try:
                 if os.path.samestat(os.stat(self.path), os.fstat(self._lock)):
                     return
@@ -69,25 +74,46 @@ class PrivateFolder:
         os.close(self._lock)
 
 
+def private_folders(base: Path) -> list[Path]:
+    """Folders that coordinators of this user have made there, stale ones too."""
+    found = []
+    for entry in base.glob(f"{_PREFIX}{'[0-9a-f]' * 16}"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            status = entry.lstat()
+            mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if mine and stat.S_IMODE(status.st_mode) == 0o700:
+                found.append(entry)
+    return found
+
+
+def is_held(folder: Path) -> bool:
+    """Whether somebody who lives has the folder."""
+    return _unless_held(folder, fcntl.LOCK_SH, lambda folder: None) is False
+
+
 def sweep(base: Path) -> list[Path]:
     """Remove folders of coordinators that are gone; returns them."""
-    removed = []
-    for entry in base.glob(f"{_PREFIX}{'[0-9a-f]' * 16}"):
-        try:
-            fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # removed meanwhile, or somebody else's
-            continue
-        try:
-            status = os.fstat(fd)
-            if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry, ignore_errors=True)
-                removed.append(entry)
-        except BlockingIOError:  # in use
-            pass
-        finally:
-            os.close(fd)
-    return removed
+    return [entry for entry in private_folders(base) if _unless_held(entry, fcntl.LOCK_EX, _remove_tree)]
+
+
+def _remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unless_held(folder: Path, lock: int, call: Callable[[Path], None]) -> bool | None:
+    """Calls with the folder while nobody can take it: True. False when somebody has it, None when it is not there."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, lock | fcntl.LOCK_NB)
+        call(folder)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 class Transport:
