@@ -201,6 +201,17 @@ OPTIONS: tuple[Option, ...] = (
     Option("config", Text("FILE"), None, "TOML file with options.",
            (*_MODEL, "cache ls", "cache prune", "doctor"), default_text="none", in_files=False),
 )  # fmt: skip
+    Option("peer_program", Text("PROGRAM"), None,
+           "The peer's own program: llama-server for llama.cpp, the Python that has it for openvino and vllm.",
+           ("bench peer",), default_text="none"),
+    Option("peer_model", Text("FILE"), None,
+           "What the peer loads. llama.cpp: a second file beside MODEL, such as one in Q4_0; vllm: a Hugging Face "
+           "folder.", ("bench peer",), default_text="MODEL"),
+    Option("peer_settings", Choice(("both", "default", "strong")), "both",
+           "openvino and vllm: as they come, with the best settings we know, or each in turn.", ("bench peer",)),
+    Option("warm_prefix", Flag(), False,
+           "openvino and vllm with strong settings: answer the first row alone, then the others, which find what they "
+           "share with it computed.", ("bench peer",)),
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 

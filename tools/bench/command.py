@@ -75,23 +75,35 @@ def start(settings: Settings) -> None:
     "peer",
     cls=Verb,
     examples=[
-        ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf", "three rounds in turns"),
-        ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf --rounds 5 --json", "for a script"),
+        ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf", "a server, three rounds in turns"),
+        (
+            "coremill bench peer llama.cpp prompts.jsonl -m model-q4_1.gguf --peer-program llama-server"
+            " --peer-model model-q4_0.gguf",
+            "a fresh server for each round, both files",
+        ),
+        (
+            "coremill bench peer openvino prompts.jsonl -m model.gguf --peer-program venv/bin/python --warm-prefix",
+            "a library in its own environment, as it comes and with its best settings",
+        ),
     ],
 )
-@click.argument("url")
+@click.argument("peer")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @takes("bench peer")
-def peer(settings: Settings, url: str, file: Path) -> None:
-    """Run the batch file FILE through coremill and through the OpenAI-compatible server at URL, in turns."""
+def peer(settings: Settings, peer: str, file: Path) -> None:
+    """Run the batch file FILE through coremill and through another engine, in turns.
+
+    PEER is the URL of a server that speaks OpenAI's API, or one of llama.cpp, openvino and vllm, which are started
+    for each round with --peer-program. All are asked for the same texts; starting is not counted.
+    """
     from coremill.tools.bench.peer import bench_peer
 
     if settings["json"]:
         import json
 
-        click.echo(json.dumps(bench_peer(url, file, settings, _progress(settings)), indent=2))
+        click.echo(json.dumps(bench_peer(peer, file, settings, _progress(settings)), indent=2))
     else:
-        bench_peer(url, file, settings, click.echo)
+        bench_peer(peer, file, settings, click.echo)
 
 
 def _progress(settings: Settings) -> Callable[[str], None]:

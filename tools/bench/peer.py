@@ -1,159 +1,34 @@
-"""`coremill bench peer URL FILE`: the same file through coremill and through another server, in turns.
+"""`coremill bench peer PEER FILE`: the same file through coremill and through another engine, in turns.
 
-Each round runs the whole file once through `coremill run` and once through the server, in changing order, so
-that whatever else the machine does falls on both. What counts is the ratio of a round; medians are over rounds.
-coremill's seconds are those of its --stats (input opened with all workers ready, to the last result written);
-the server's are from the first request sent to the last answer. Starting up counts for neither.
+    PEER        is                                          started
+    URL         any server that speaks OpenAI's API          by you
+    llama.cpp   its llama-server, best settings              for each round: a fresh one remembers no prompts
+    openvino    OpenVINO GenAI, as it comes and strong       for each round, from its own Python
+    vllm        vLLM on the CPU, as it comes and strong      for each round, from its own Python
+
+coremill's seconds are those of its --stats (input opened with all workers ready, to the last result written); a
+peer's are from the first request sent to the last answer.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import queue
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
-from urllib.parse import urlsplit
 
 from coremill.config.errors import ConfigError, EngineError
 from coremill.config.options import of_group
 from coremill.config.settings import Settings
-from coremill.tools.machine import CpuTimes
+from coremill.tools.bench.program import render_prompts, run_program
+from coremill.tools.bench.rounds import OURS, Engine, Run, compare, how_it_ended
+from coremill.tools.bench.server import Server, read_requests, run_llama, run_server
 
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# The longest a server may think about one request, in seconds.
-_TIMEOUT = 3600
-# Load of others before a run, and steal during one, above which a figure is doubtful.
-_MUCH_BUSY, _MUCH_STEAL = 0.05, 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One engine's run of the whole file. Seconds; `steal` is the share of CPU time lost to the hypervisor."""
-
-    engine: str
-    seconds: float
-    rows: int
-    errors: int
-    prompt_tokens: int
-    completion_tokens: int
-    steal: float = 0.0
-    first_error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A row as a server takes it: path below the base URL, JSON body without `model`."""
-
-    path: str
-    body: dict[str, Any]
-
-
-def read_requests(path: Path) -> list[Request]:
-    """Rows of an OpenAI batch file, or bare objects with `messages` or `prompt`. ConfigError names the line."""
-    requests = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            body = row.get("body", row)
-            url = row.get("url") or (_CHAT if "messages" in body else _COMPLETIONS)
-            # Only rows in OpenAI's shape have a `body`; a bare object's own keys are its fields.
-            body = {key: value for key, value in body.items() if key not in ("model", "custom_id", "url", "method")}
-        except (ValueError, AttributeError) as error:
-            raise ConfigError(f"{path}: line {number} is no request: {error}") from None
-        requests.append(Request(url, body))
-    if not requests:
-        raise ConfigError(f"{path}: no requests in it")
-    return requests
-
-
-class Peer:
-    """A server that speaks OpenAI's API. `url` may end in /v1 or not; a key is taken from OPENAI_API_KEY."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"URL is {url!r}: it must be http://HOST:PORT")
-        self.parts = parts
-        self.prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self.headers = {"Content-Type": "application/json"}
-        if os.environ.get("OPENAI_API_KEY"):
-            self.headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
-        self.model = self._first_model()
-
-    def connect(self) -> HTTPConnection:
-        kind = HTTPSConnection if self.parts.scheme == "https" else HTTPConnection
-        return kind(self.parts.hostname, self.parts.port, timeout=_TIMEOUT)
-
-    def _first_model(self) -> str:
-        """What the server calls its model; "default" when it does not say (llama.cpp takes any name)."""
-        connection = self.connect()
-        try:
-            connection.request("GET", f"{self.prefix}/v1/models", headers=self.headers)
-            answer = connection.getresponse()
-            content = answer.read()
-            return json.loads(content)["data"][0]["id"] if answer.status == 200 else "default"
-        except (ValueError, LookupError, TypeError):
-            return "default"
-        except (OSError, HTTPException) as error:
-            raise EngineError(f"{self.parts.geturl()}: no answer: {error}") from None
-        finally:
-            connection.close()
-
-    def ask(self, connection: HTTPConnection, request: Request) -> tuple[int, int]:
-        """(prompt tokens, completion tokens) of one answer. EngineError when there is none."""
-        body = json.dumps(request.body | {"model": self.model})
-        connection.request("POST", self.prefix + request.path, body, self.headers)
-        answer = connection.getresponse()
-        content = answer.read()
-        if answer.status != 200:
-            raise EngineError(f"status {answer.status}: {content[:200]!r}")
-        usage = json.loads(content)["usage"]
-        return usage["prompt_tokens"], usage["completion_tokens"]
-
-
-def run_peer(peer: Peer, requests: Sequence[Request], concurrency: int) -> Run:
-    """Sends every request, `concurrency` at a time."""
-    waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
-    for request in requests:
-        waiting.put(request)
-    answers: list[tuple[int, int]] = []
-    errors: list[str] = []
-
-    def work() -> None:
-        connection = peer.connect()
-        while True:
-            try:
-                request = waiting.get_nowait()
-            except queue.Empty:
-                break
-            try:
-                answers.append(peer.ask(connection, request))
-            except (OSError, HTTPException, EngineError, ValueError, LookupError, TypeError) as error:
-                errors.append(f"{type(error).__name__}: {error}")
-                connection.close()  # the next request opens it again
-        connection.close()
-
-    threads = [threading.Thread(target=work) for _ in range(min(concurrency, len(requests)))]
-    begin = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - begin
-    prompt, completion = (sum(column) for column in zip(*answers, strict=True)) if answers else (0, 0)
-    return Run("peer", seconds, len(answers), len(errors), prompt, completion, first_error=next(iter(errors), None))
+LLAMA, OPENVINO, VLLM = "llama.cpp", "openvino", "vllm"
+_SCRIPTS = {OPENVINO: "run_openvino.py", VLLM: "run_vllm.py"}
 
 
 def run_coremill(path: Path, settings: Settings) -> Run:
@@ -162,13 +37,12 @@ def run_coremill(path: Path, settings: Settings) -> Run:
         stats_path = Path(folder, "stats.json")
         command = [sys.executable, "-m", "coremill.tools", "run", str(path), "-m", settings.require("model")]
         command += ["-o", str(Path(folder, "out.jsonl")), "--stats", str(stats_path), *_engine_switches(settings)]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if not stats_path.exists():
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise EngineError(f"coremill run ended with code {done.returncode}: {last}")
+            raise EngineError(f"coremill run {how_it_ended(done.returncode, done.stderr)}")
         stats = json.loads(stats_path.read_text())
     names = ("seconds", "rows", "errors", "prompt_tokens", "completion_tokens")
-    return Run("coremill", *(stats[name] for name in names))
+    return Run(OURS, *(stats[name] for name in names), ready_seconds=stats.get("startup_seconds"))
 
 
 def _engine_switches(settings: Settings) -> list[str]:
@@ -184,67 +58,68 @@ def _engine_switches(settings: Settings) -> list[str]:
     return switches
 
 
-def compare(
-    rounds: int, ours: Callable[[], Run], theirs: Callable[[], Run], say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Runs both `rounds` times in turns, coremill first in odd rounds; {"rounds": ..., "median": ..., "warnings"}."""
-    cores = sorted(os.sched_getaffinity(0))
-    result: dict[str, Any] = {"rounds": [], "warnings": []}
-    for number in range(1, rounds + 1):
-        runs = {}
-        for engine, call in [("coremill", ours), ("peer", theirs)][:: 1 if number % 2 else -1]:
-            runs[engine] = run = _watched(engine, call, cores, number, result["warnings"])
-            say(
-                f"round {number}: {engine:<8} {run.seconds:8.2f} s  {run.rows} rows, {run.errors} errors,"
-                f" prompt {run.prompt_tokens}, completion {run.completion_tokens}"
-                f" ({run.completion_tokens / run.seconds:.0f}/s)"
-            )
-        ratio = runs["peer"].seconds / runs["coremill"].seconds
-        say(f"round {number}: coremill is {ratio:.2f} x as fast")
-        result["rounds"].append({engine: asdict(run) for engine, run in runs.items()} | {"ratio": ratio})
-    medians = {e: median(r[e]["seconds"] for r in result["rounds"]) for e in ("coremill", "peer")}
-    result["median"] = medians | {"ratio": median(r["ratio"] for r in result["rounds"])}
-    return result
+def peer_engines(peer: str, path: Path, settings: Settings) -> list[Engine]:
+    """The contestants that a peer's name stands for: a library once for each of its settings, llama.cpp once for
+    each model file. ConfigError for what the file, the model or an option cannot be."""
+    if peer == LLAMA:
+        return _llama_engines(path, settings)
+    if peer in _SCRIPTS:
+        return _library_engines(peer, path, settings)
+    _refuse("peer_program", f"the server at {peer} is yours to start", settings)
+    _refuse("peer_model", f"the server at {peer} has its own", settings)
+    server, requests = Server(peer), read_requests(path)
+    name = "peer" if server.model == "default" else f"peer {Path(server.model).name}"
+    return [Engine(name, lambda: run_server(server, requests, settings["concurrency"]))]
 
 
-def _watched(engine: str, call: Callable[[], Run], cores: Sequence[int], number: int, warnings: list[str]) -> Run:
-    """One run, with what else the machine did at that time."""
-    before = CpuTimes.read(cores)
-    time.sleep(0.5)
-    quiet = CpuTimes.read(cores)
-    busy = quiet.busy_since(before)
-    if busy > _MUCH_BUSY:
-        warnings.append(
-            f"round {number}, before {engine}: the cores were {busy:.0%} busy with something else"
-            f" (load average {os.getloadavg()[0]:.2f})"
-        )
-    run = call()
-    steal = CpuTimes.read(cores).steal_since(quiet)
-    if steal > _MUCH_STEAL:
-        warnings.append(f"round {number}, {engine}: the hypervisor took {steal:.1%} of the time")
-    if run.errors:
-        warnings.append(f"round {number}, {engine}: {run.errors} rows failed ({run.first_error or 'see coremill run'})")
-    return Run(**asdict(run) | {"engine": engine, "steal": steal})
+def _llama_engines(path: Path, settings: Settings) -> list[Engine]:
+    from coremill.config.topology import survey
+
+    program, requests, threads = settings.require("peer_program"), read_requests(path), survey().budget
+    models = [_model_file(settings.require("model"))]
+    if settings["peer_model"] is not None:
+        models.append(Path(settings["peer_model"]))
+
+    def engine(model: Path) -> Engine:
+        name = f"{LLAMA} {model.stem}"
+        return Engine(name, lambda: run_llama(program, model, threads, requests, settings["concurrency"]))
+
+    return [engine(model) for model in models]
 
 
-def bench_peer(url: str, path: Path, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
+def _library_engines(peer: str, path: Path, settings: Settings) -> list[Engine]:
+    python, script = settings.require("peer_program"), _SCRIPTS[peer]
+    model = settings["peer_model"]
+    if model is None and peer == VLLM:
+        raise ConfigError("--peer-model is missing: vLLM wants a Hugging Face folder (tools/peers/gguf_to_folder.py)")
+    model = str(Path(model).absolute() if model else _model_file(settings.require("model")))
+    prompts, warm = render_prompts(path, settings.require("model")), settings["warm_prefix"]
+
+    def engine(strong: bool) -> Engine:
+        name = f"{peer} (strong)" if strong else peer
+        return Engine(name, lambda: run_program(python, script, model, prompts, strong=strong, warm_prefix=warm))
+
+    chosen = {"default": [False], "strong": [True], "both": [False, True]}[settings["peer_settings"]]
+    return [engine(strong) for strong in chosen]
+
+
+def _model_file(model: str) -> Path:
+    """The file that a peer loads, for a path or a short name."""
+    from coremill.native.cache import cache_folder, find_model
+
+    return find_model(model, cache_folder()).absolute()
+
+
+def _refuse(name: str, why: str, settings: Settings) -> None:
+    if settings.given(name):
+        raise ConfigError(f"{settings.source(name)} is {settings[name]!r}: {why}")
+
+
+def bench_peer(peer: str, path: Path, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     """The whole comparison; `say` gets a line for each step."""
     settings.require("model")
-    requests = read_requests(path)
-    peer = Peer(url)
-    concurrency = settings["concurrency"]
-    say(f"{path.name}: {len(requests)} requests, {concurrency} at a time; the server's model is '{peer.model}'")
-    result = compare(
-        settings["rounds"],
-        lambda: run_coremill(path, settings),
-        lambda: run_peer(peer, requests, concurrency),
-        say,
-    )
-    for warning in result["warnings"]:
-        say(f"warning: {warning}")
-    medians = result["median"]
-    say(
-        f"median: coremill {medians['coremill']:.2f} s, peer {medians['peer']:.2f} s;"
-        f" coremill is {medians['ratio']:.2f} x as fast"
-    )
-    return {"file": path.name, "url": url, "concurrency": concurrency, "peer_model": peer.model} | result
+    engines = peer_engines(peer, path, settings)
+    num_rows = len(read_requests(path))
+    say(f"{path.name}: {num_rows} requests, against {', '.join(engine.name for engine in engines)}")
+    result = compare(settings["rounds"], lambda: run_coremill(path, settings), engines, say)
+    return {"file": path.name, "rows": num_rows, "peer": peer} | result
