@@ -21,30 +21,30 @@ MAX_TIMEOUT = 1e9
 class JobOptions:
     """priority: higher runs first, and lower ones pause meanwhile. deadline: Unix time in seconds at which the job
     ends with an error if it is not done, None: never. retries: how often it is begun again after a failure that need
-    not recur."""
+    not recur. attempt: runs of one request with different attempts draw different random numbers."""
 
     priority: int = 0
     deadline: float | None = None
     retries: int = 0
+    attempt: int = 0
 
     def seconds_left(self) -> float | None:
         """Until the deadline; None without one."""
         return None if self.deadline is None else self.deadline - time.time()
 
 
-NAMES = ("priority", "deadline", "timeout", "retries")
+OPTION_NAMES = ("priority", "deadline", "timeout", "retries")
 
 
-def check_job_options(given: Mapping[str, Any], defaults: JobOptions = JobOptions()) -> JobOptions:
-    """The options of `given`, over `defaults`. timeout: seconds from now; with a deadline too, the earlier counts.
-    None means absent. RequestError names what is wrong."""
+def check_job_options(given: Mapping[str, Any]) -> JobOptions:
+    """What `given` says of OPTION_NAMES, None for absent. timeout: seconds from now; with a deadline too, the earlier
+    counts. RequestError names what is wrong."""
     ends = [end for end in (_deadline(given.get("deadline")), _end_of(given.get("timeout"))) if end is not None]
     priority, retries = given.get("priority"), given.get("retries")
-    low, high = -MAX_PRIORITY, MAX_PRIORITY
     return JobOptions(
-        priority=defaults.priority if priority is None else check_int(priority, "priority", low, high),
-        deadline=min(ends, default=defaults.deadline),
-        retries=defaults.retries if retries is None else check_int(retries, "retries", 0, MAX_RETRIES),
+        priority=0 if priority is None else check_int(priority, "priority", -MAX_PRIORITY, MAX_PRIORITY),
+        deadline=min(ends, default=None),
+        retries=0 if retries is None else check_int(retries, "retries", 0, MAX_RETRIES),
     )
 
 

@@ -3,12 +3,23 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coremill.coordinator.python.aio import AsyncCoordinator
+    from coremill.coordinator.python.flow import Failure, Reject, Result, Retry
     from coremill.coordinator.python.job import Completion, Job
     from coremill.coordinator.python.sync import Coordinator
 
-__all__ = ["Completion", "Coordinator", "Job"]
+__all__ = ["AsyncCoordinator", "Completion", "Coordinator", "Failure", "Job", "Reject", "Result", "Retry"]
 
-_MODULES = {"Completion": "job", "Coordinator": "sync", "Job": "job"}
+_MODULES = {
+    "AsyncCoordinator": "aio",
+    "Completion": "job",
+    "Coordinator": "sync",
+    "Failure": "flow",
+    "Job": "job",
+    "Reject": "flow",
+    "Result": "flow",
+    "Retry": "flow",
+}
 
 
 def __getattr__(name: str) -> Any:

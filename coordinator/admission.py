@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from coremill.config.errors import RequestError
+from coremill.config.joboptions import JobOptions
 from coremill.config.request import COMPLETION_MAX_TOKENS, GenerationRequest, SequenceRequest, row_seed
+
+PLAIN = JobOptions()
 
 
 def sequence_request(
-    request: GenerationRequest, prompt_ids: tuple[int, ...], ctx: int, run_seed: int
+    request: GenerationRequest, prompt_ids: tuple[int, ...], ctx: int, run_seed: int, options: JobOptions = PLAIN
 ) -> SequenceRequest:
     """The sequence of a request. RequestError context_length_exceeded when it has more than `ctx` tokens, prompt and
     completion together, and empty_prompt when it has none. The engine itself checks everything else."""
@@ -15,6 +18,7 @@ def sequence_request(
     if not prompt_ids:
         raise RequestError("empty_prompt", f"'{source}' has no tokens: it must have at least one", source)
     sampling = request.sampling
+    seed = row_seed(run_seed, request.custom_id, sampling.seed)
     return SequenceRequest(
         key=request.custom_id,
         prompt_ids=prompt_ids,
@@ -23,8 +27,9 @@ def sequence_request(
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        seed=row_seed(run_seed, request.custom_id, sampling.seed),
+        seed=row_seed(seed, f"attempt-{options.attempt}", None) if options.attempt else seed,
         stop=tuple(stop.encode() for stop in sampling.stop),
+        priority=options.priority,
     )
 
 

@@ -14,6 +14,7 @@ from coremill.config.joboptions import JobOptions
 from coremill.config.request import GenerationRequest
 from coremill.coordinator.callbacks import call_back
 from coremill.coordinator.python.stream import TextStream
+from coremill.coordinator.python.wake import Wake
 
 if TYPE_CHECKING:
     from coremill.coordinator.python.sync import Coordinator
@@ -138,13 +139,8 @@ class Job(Future[Completion]):
     async def __aiter__(self) -> AsyncIterator[str]:
         """As __iter__, for `async for`."""
         stream, count, ended = self._watched(), 0, False
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-
-        def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-                loop.call_soon_threadsafe(news.set)
-
-        stream.listen(tell)
+        news = Wake()
+        stream.listen(news)
         try:
             while True:
                 news.clear()
@@ -157,7 +153,7 @@ class Job(Future[Completion]):
                 if not pieces:
                     await news.wait()
         finally:
-            stream.unlisten(tell)
+            stream.unlisten(news)
         self.result()
 
     def __await__(self) -> Generator[Any, None, Completion]:

@@ -121,8 +121,7 @@ class LocalBackend:
     def _hand_over(self, job: Job, prompt_ids: tuple[int, ...]) -> None:
         if job.done():
             return
-        request = sequence_request(job.request, prompt_ids, self.engine.max_length, self._config.seed)
-        request.priority = job.options.priority
+        request = sequence_request(job.request, prompt_ids, self.engine.max_length, self._config.seed, job.options)
 
         def done(result: SequenceResult) -> None:
             outcome = completion_of(job, result, len(prompt_ids))

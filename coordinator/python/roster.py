@@ -48,14 +48,13 @@ class Roster:
             place.result(timeout)
         except TimeoutError:
             if self._withdraw(place):
-                raise self._full(wait) from None
+                raise self.full(wait) from None
         except KeyboardInterrupt:
-            if not self._withdraw(place):
-                self.give_back()
+            self.decline(place)
             raise
 
     def ask(self) -> Future[None] | None:
-        """None: a place has been taken. Else a future that is done when one has been; cancel it to go away."""
+        """None: a place has been taken. Else a future that is done when one has been; decline() it to go away."""
         with self._lock:
             if self.limit is None or self._taken < self.limit:
                 self._taken += 1
@@ -64,6 +63,11 @@ class Roster:
             self._waiting.append(place)
             return place
 
+    def decline(self, place: Future[None]) -> None:
+        """Whoever asked for it has gone away, and may have got it at the same moment."""
+        if not self._withdraw(place):
+            place.add_done_callback(lambda place: None if place.exception() else self.give_back())
+
     def _withdraw(self, place: Future[None]) -> bool:
         """False when it has got the place meanwhile."""
         with self._lock:
@@ -71,7 +75,7 @@ class Roster:
                 self._waiting.remove(place)
         return place.cancel()
 
-    def _full(self, waited: bool | float) -> QueueFullError:
+    def full(self, waited: bool | float) -> QueueFullError:
         after = f" after {waited:g} s" if waited else ""
         return QueueFullError(f"the queue is full{after}: max_queue is {self.limit} unfinished jobs")
 

@@ -1,0 +1,33 @@
+"""Threads and event loops that wait for the same things."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Wake:
+    """An asyncio.Event that any thread may set, by calling it. For the loop that it is made in."""
+
+    def __init__(self) -> None:
+        self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
+
+    def __call__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            self._loop.call_soon_threadsafe(self._event.set)
+
+    async def wait(self) -> None:
+        """Until it has been set since the last clear()."""
+        await self._event.wait()
+
+    def clear(self) -> None:
+        self._event.clear()
+
+
+async def answer_of(asked: Future[T]) -> T:
+    """The result of a future that threads set, which nobody wants any more when the task is cancelled."""
+    return await asyncio.wrap_future(asked)
