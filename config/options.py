@@ -198,9 +198,6 @@ OPTIONS: tuple[Option, ...] = (
            ("bench", "bench start", "bench peer")),
     Option("concurrency", Integer(1, 4096), 16,
            "Requests open at the peer's server at a time.", ("bench peer",)),
-    Option("config", Text("FILE"), None, "TOML file with options.",
-           (*_MODEL, "cache ls", "cache prune", "doctor"), default_text="none", in_files=False),
-)  # fmt: skip
     Option("peer_program", Text("PROGRAM"), None,
            "The peer's own program: llama-server for llama.cpp, the Python that has it for openvino and vllm.",
            ("bench peer",), default_text="none"),
@@ -212,6 +209,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("warm_prefix", Flag(), False,
            "openvino and vllm with strong settings: answer the first row alone, then the others, which find what they "
            "share with it computed.", ("bench peer",)),
+    Option("config", Text("FILE"), None, "TOML file with options.",
+           (*_MODEL, "cache ls", "cache prune", "doctor"), default_text="none", in_files=False),
+)  # fmt: skip
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
