@@ -18,11 +18,21 @@ class CpuTimes:
 
     @classmethod
     def read(cls, cores: Sequence[int], files: HostFiles | None = None) -> CpuTimes:
-        lines = (files or HostFiles()).table("/proc/stat")
-        rows = [[int(word) for word in lines.get(f"cpu{core}", "").split()] for core in cores]
-        # user nice system idle iowait irq softirq steal; guest times are part of user.
-        rows = [row[:8] + [0] * (8 - len(row)) for row in rows]
-        return cls(sum(map(sum, rows)), sum(row[3] + row[4] for row in rows), sum(row[7] for row in rows))
+        """Of these CPUs together; one that the kernel does not list counts nothing."""
+        by_cpu = cls.of_each(files)
+        found = [by_cpu[core] for core in cores if core in by_cpu]
+        return cls(sum(t.total for t in found), sum(t.idle for t in found), sum(t.steal for t in found))
+
+    @classmethod
+    def of_each(cls, files: HostFiles | None = None) -> dict[int, CpuTimes]:
+        """By CPU."""
+        found = {}
+        for name, text in (files or HostFiles()).table("/proc/stat").items():
+            if name.startswith("cpu") and name[3:].isdecimal():
+                # user nice system idle iowait irq softirq steal; guest times are part of user.
+                row = ([int(word) for word in text.split()] + [0] * 8)[:8]
+                found[int(name[3:])] = cls(sum(row), row[3] + row[4], row[7])
+        return found
 
     def steal_since(self, earlier: CpuTimes) -> float:
         """Share of the time that the hypervisor gave to others."""

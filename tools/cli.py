@@ -111,22 +111,27 @@ def _exit_code_of(call: Callable[[], Any]) -> int:
 
 
 def _report(error: Exception) -> int:
+    """Says an error; its exit code. An error that is a fault of the program is raised."""
+    message, code = describe(error)
+    click.echo(f"coremill: {message}", err=True)
+    return code
+
+
+def describe(error: Exception) -> tuple[str, int]:
+    """(one line for people, exit code) of an error that is no fault of the program; any other is raised."""
     from coremill.config.errors import ConfigError, CoremillError, ResumeRefusedError
 
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        click.echo(f"coremill: {os.strerror(error.errno)}: raise the limit (`ulimit -n`)", err=True)
-        return EXIT_ERROR
+        return f"{os.strerror(error.errno)}: raise the limit (`ulimit -n`)", EXIT_ERROR
     # A file of the user's that cannot be opened is no fault of the program; anything else unexpected is one.
     if isinstance(error, OSError) and error.filename is not None and error.errno is not None:
-        click.echo(f"coremill: {error.filename}: {os.strerror(error.errno)}", err=True)
-        return EXIT_ERROR
+        return f"{error.filename}: {os.strerror(error.errno)}", EXIT_ERROR
     if not isinstance(error, CoremillError):
         raise error
     message = " ".join(str(error).split()) or type(error).__name__
-    click.echo(f"coremill: {message}", err=True)
     if isinstance(error, ConfigError):
-        return EXIT_USAGE
-    return EXIT_RESUME_REFUSED if isinstance(error, ResumeRefusedError) else EXIT_ERROR
+        return message, EXIT_USAGE
+    return message, EXIT_RESUME_REFUSED if isinstance(error, ResumeRefusedError) else EXIT_ERROR
 
 
 @click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

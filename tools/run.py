@@ -7,15 +7,17 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from coremill.config.settings import Settings
+from coremill.tools.cli import EXIT_INTERRUPTED, describe
 from coremill.tools.options import Verb, takes
 
 if TYPE_CHECKING:
     from coremill.coordinator.batch.feeder import FirstRow
+    from coremill.coordinator.batch.report import PlainReporter
 
 _EXAMPLES = [
     ("coremill run prompts.jsonl -m smollm2 -o results.jsonl", "run a file; again: resume it"),
@@ -40,16 +42,39 @@ def command(input: str, settings: Settings) -> int:
     where the last run stopped, however it ended; OUT.journal remembers what the results depend on. --in-order keeps
     the input's order among the rows that one command runs.
 
-    Ctrl-C stops within a second and keeps what is finished; a second Ctrl-C kills.
+    Ctrl-C stops within a second and keeps what is finished; a second Ctrl-C kills. `coremill top` shows the run from
+    another terminal, and pauses it, cancels rows or changes the number of workers.
 
     Exit code: 0 all rows succeeded, 1 the run could not go on, 2 wrong options, 3 some rows failed, 4 OUT belongs to
     a run with other settings or rows, 5 some rows changed since they were finished and --keep-changed was given,
     6 --strict stopped the run, 130 Ctrl-C, 143 SIGTERM.
     """
+    from coremill.coordinator.batch.report import make_reporter
+
+    as_json = settings["log_format"] == "json"
+    reporter = make_reporter(settings["log_format"])
+    try:
+        return _run(input, settings, reporter)
+    except Exception as error:
+        if not as_json or os.environ.get("COREMILL_DEBUG", "0") not in ("", "0"):
+            raise
+        message, code = describe(error)
+        reporter.tell("error", [], exit_code=code, text=message)
+        return code
+    except KeyboardInterrupt:
+        if not as_json:
+            raise
+        reporter.tell("error", [], exit_code=EXIT_INTERRUPTED, text="interrupted")
+        return EXIT_INTERRUPTED
+    finally:
+        reporter.close()
+
+
+def _run(input: str, settings: Settings, reporter: PlainReporter) -> int:
     from coremill.config.engine import EngineConfig
     from coremill.config.request import SamplingParams
     from coremill.coordinator.batch.job import BatchOptions, run_batch, write_stats
-    from coremill.coordinator.batch.report import make_reporter, worker_table
+    from coremill.coordinator.batch.report import worker_table
     from coremill.coordinator.batch.summary import exit_code, summary_lines
     from coremill.coordinator.batch.writer import default_errors_path
 
@@ -61,7 +86,6 @@ def command(input: str, settings: Settings) -> int:
         defaults=SamplingParams(**settings.of_group("sampling")),
         **{name: settings[name] for name in _BATCH_OPTIONS},
     )
-    reporter = make_reporter()
     try:
         end = run_batch(options, reporter, _process_clock())
     finally:
@@ -75,16 +99,15 @@ def command(input: str, settings: Settings) -> int:
             pass
         except OSError as error:  # the run is done and has its own exit code
             reporter.say(f"the first rows cannot be shown: {error.filename}: {error.strerror}")
-    if workers:
-        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else 120
-        click.echo("\n".join(worker_table(workers, outcome.progress.seconds, width)), err=True)
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else 120
+    table = worker_table(workers, outcome.progress.seconds, width) if workers else []
     num_computed = sum(worker["prefill_tokens"] + worker["decode_tokens"] for worker in workers)
-    for line in summary_lines(outcome, options.output, errors, end.stats["startup_seconds"], num_computed):
-        reporter.say(line)
-    for change in end.source_changes:
-        reporter.say(f"warning: the model was not left alone during the run: {change}")
+    lines = summary_lines(outcome, options.output, errors, end.stats["startup_seconds"], num_computed)
+    lines += [f"warning: the model was not left alone during the run: {change}" for change in end.source_changes]
+    reporter.summary(table, lines, end.stats, exit_code(outcome))
     if settings["profile"]:
-        _show_profile(end.profiles)
+        operations = _profile(end.profiles)
+        reporter.tell("profile", _profile_lines(operations), operations=operations)
     if options.stats is not None:
         write_stats(options.stats, end.stats)
     return exit_code(outcome)
@@ -106,8 +129,8 @@ _STYLES = {
 
 def _show_results(first: Sequence[FirstRow], paths: tuple[str, str]) -> None:
     """On standard output; click takes the colours away when that is no terminal."""
-    from coremill.coordinator.batch.report import result_lines
     from coremill.coordinator.batch.results import find_rows
+    from coremill.coordinator.batch.shownrows import result_lines
 
     found = find_rows(paths, [row.key for row in first])
     width = shutil.get_terminal_size().columns
@@ -125,7 +148,7 @@ def _process_clock() -> Callable[[], float]:
     return lambda: time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
-def _show_profile(profiles: list[list[tuple[str, str, int, float]]]) -> None:
+def _profile(profiles: list[list[tuple[str, str, int, float]]]) -> list[dict[str, Any]]:
     """Operations of all workers and layers together ("7.attention" is layer 7's), in the order of a step."""
     totals: dict[tuple[str, str], list[float]] = {}
     for profile in profiles:
@@ -134,7 +157,19 @@ def _show_profile(profiles: list[list[tuple[str, str, int, float]]]) -> None:
             entry = totals.setdefault((name if layer.isdecimal() else label, kind), [0, 0.0])
             entry[0] += calls
             entry[1] += seconds
-    whole = sum(seconds for _, seconds in totals.values()) or 1.0
-    click.echo(f"{'operation':20} {'kind':12} {'calls':>10} {'seconds':>9} {'share':>6}", err=True)
-    for (label, kind), (calls, seconds) in totals.items():
-        click.echo(f"{label:20} {kind:12} {calls:10,.0f} {seconds:9.3f} {seconds / whole:6.1%}", err=True)
+    return [
+        {"operation": label, "kind": kind, "calls": calls, "seconds": seconds}
+        for (label, kind), (calls, seconds) in totals.items()
+    ]
+
+
+def _profile_lines(operations: list[dict[str, Any]]) -> list[str]:
+    whole = sum(entry["seconds"] for entry in operations) or 1.0
+    return [
+        f"{'operation':20} {'kind':12} {'calls':>10} {'seconds':>9} {'share':>6}",
+        *(
+            f"{entry['operation']:20} {entry['kind']:12} {entry['calls']:10,.0f} {entry['seconds']:9.3f} "
+            f"{entry['seconds'] / whole:6.1%}"
+            for entry in operations
+        ),
+    ]

@@ -20,7 +20,7 @@ from typing import Any
 
 from coremill.config.arena import BLOCK_TOKENS
 from coremill.config.engine import EngineConfig
-from coremill.config.errors import ConfigError, RequestError, RunError
+from coremill.config.errors import ConfigError, CoremillError, RequestError, RunError
 from coremill.config.fingerprint import NUMERICS_VERSION, system_fingerprint, text_digest
 from coremill.config.outputs import check_replaceable
 from coremill.config.request import GenerationRequest, SamplingParams
@@ -36,6 +36,7 @@ from coremill.coordinator.batch.runner import WINDOW_BYTES, Outcome, Runner
 from coremill.coordinator.batch.source import Source, open_source
 from coremill.coordinator.batch.standing import check_input
 from coremill.coordinator.batch.summary import stats_object
+from coremill.coordinator.batch.watch import RunWatch
 from coremill.coordinator.batch.writer import ResultFiles
 from coremill.coordinator.engine import Engine
 from coremill.native.cache import resolve_model
@@ -47,6 +48,8 @@ MIN_WINDOW_ROWS_IN_ORDER = 2048
 WINDOW_BYTES_PER_SLOT = 32 << 10
 # Multiplications per second and core of whole steps, for the estimate before anything has run; rough on purpose.
 _EXPECTED_RATE = {"scalar": 1.5e9, "avx2": 5e10, "avx_vnni": 9e10, "avx512_vnni": 1e11}
+# A start of workers that takes longer, in seconds, is shown.
+_SAID_AFTER = 1.0
 # How write_stats begins every file.
 _STATS_START = b'{\n "rows":'
 _SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
@@ -96,7 +99,7 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
         _check_stats_path(options.stats)
         source = open_source(options.input)
         stack.callback(source.close)
-        resolved = resolve_model(options.model, progress=reporter.packing)
+        resolved = resolve_model(options.model, progress=reporter.stage)
         pack = stack.enter_context(open_pack(resolved.pack))
         ctx = options.engine.longest_request(pack.spec.context_length)
         template = read_template(options.chat_template)
@@ -119,11 +122,13 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
             engine, prepare = _start(stack, options, pack, files.started, groups, reporter, template)
             startup_seconds = clock()
             setting = _setting(pack, engine, groups, ctx)
-            reporter.attach(setting, _format_note(lines), lambda: engine.stats(measure=False))
+            watch = RunWatch(engine, names[0], options.input, options.output)
+            reporter.attach(setting, _format_note(lines), watch)
+            _listen(stack, watch, names[0], reporter)
             rules = replace(rules, arena_tokens=engine.stats(measure=False)["arena"]["blocks"] * BLOCK_TOKENS)
             system = system_fingerprint(pack.key, options.engine.kv)
             maker = LineMaker(names[0], system, reproducing(options, lines.format))
-            runner = _runner(options, source, lines, files, table, rules, maker, prepare, engine, reporter)
+            runner = _runner(options, source, lines, files, table, rules, maker, prepare, engine, reporter, watch)
             outcome = runner.run()
             # A worker in a long step would keep the second of a Ctrl-C: then its last figures must do.
             engine_stats = engine.stats(measure=outcome.stopped is None)
@@ -150,8 +155,20 @@ def _start(
     engine = Engine(pack.path, options.engine, groups, on_event=reporter.worker_event)
     stack.callback(engine.close)
     engine.start()
-    engine.wait_ready()
+    while not engine.wait_ready(_SAID_AFTER):
+        ready = sum(worker["state"] == "ready" for worker in engine.glance()["workers"])
+        reporter.stage("starting workers", ready, len(groups))
     return engine, prepare_with(text)
+
+
+def _listen(stack: ExitStack, watch: RunWatch, model: str, reporter: PlainReporter) -> None:
+    """Lets `coremill top` in. Without it the run goes on as well."""
+    from coremill.coordinator.local_socket import LocalServer
+
+    try:
+        stack.enter_context(LocalServer("run", model, watch.handlers()))
+    except (CoremillError, OSError) as error:
+        reporter.say(f"coremill top cannot see this run: {error}")
 
 
 def _rules(options: BatchOptions, names: Sequence[str], ctx: int) -> Rules:
@@ -199,7 +216,7 @@ def _check_chat(options: BatchOptions, lines: LineReader) -> None:
         raise ConfigError(f"{name} is for plain text; {options.input} is JSON lines ({lines.why}), which say it by row")
 
 
-def _runner(options, source: Source, lines, files, table, rules, maker, prepare, engine, reporter) -> Runner:
+def _runner(options, source: Source, lines, files, table, rules, maker, prepare, engine, reporter, watch) -> Runner:
     num_slots = len(engine.groups) * options.engine.max_active
     return Runner(
         lines,
@@ -217,6 +234,7 @@ def _runner(options, source: Source, lines, files, table, rules, maker, prepare,
         keep=options.show,
         reporter=reporter,
         interrupt_input=source.interrupt,
+        cancelled=watch.cancelled,
     )
 
 

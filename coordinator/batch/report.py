@@ -1,48 +1,33 @@
-"""What people see of a run, on stderr: plan, progress, workers. Plain lines, or a live view on terminals.
+"""What people and scripts see of a run, on stderr: plan, progress, workers, the end. Plain lines, a live view on
+terminals, or one JSON object a line.
 
 Texts that come from models or inputs pass through `printable` before they get here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from coremill.config.printable import printable, shortened
-from coremill.coordinator.batch.estimate import Count, seconds_left
-from coremill.coordinator.batch.feeder import FirstRow
-from coremill.coordinator.batch.plan import Plan, Setting, format_seconds, plan_lines
+from coremill.config.hostfiles import format_cpu_list
+from coremill.coordinator.batch.plan import Plan, Setting, format_seconds, plan_lines, stats_plan
 from coremill.coordinator.batch.runner import Progress, Reporter
+from coremill.coordinator.view.table import Line, cut_line, plain, worker_lines
 
-PLAIN_SECONDS = 5.0
+if TYPE_CHECKING:
+    from coremill.coordinator.batch.watch import RunWatch
+
+PLAIN_SECONDS, TABLE_SECONDS = 5.0, 30.0
+LOOK_SECONDS, LIVE_SECONDS = 1.0, 0.5
+PLAIN_WIDTH = 120
 _BAR_WIDTH = 30
-_END_WIDTH = len("length")
-_MAX_ANSWER_LINES = 4
-
-Style = Callable[[str, str], str]
-
-
-class Rates:
-    """Tokens per second since a few seconds ago, from growing counters."""
-
-    SPAN = 3.0
-
-    def __init__(self) -> None:
-        self._samples: list[tuple[float, int, int]] = []
-
-    def add(self, now: float, prefill: int, decode: int) -> tuple[float, float]:
-        """(prefill, decode) tokens per second."""
-        self._samples.append((now, prefill, decode))
-        while len(self._samples) > 2 and now - self._samples[1][0] >= self.SPAN:
-            self._samples.pop(0)
-        then, prefill_then, decode_then = self._samples[0]
-        span = max(now - then, 1e-3)
-        return (prefill - prefill_then) / span, (decode - decode_then) / span
+_AT_WORK = ("running", "idle", "paused")
 
 
 def share_done(progress: Progress, left: float | None) -> float | None:
@@ -58,38 +43,34 @@ def share_done(progress: Progress, left: float | None) -> float | None:
     return min(1.0, (progress.num_results + progress.num_errors) / num_rows)
 
 
-def progress_line(
-    progress: Progress, share: float | None, rates: tuple[float, float], left: float | None = None
-) -> str:
-    """left: seconds, None when nobody can tell."""
+def progress_line(progress: Progress, view: dict[str, Any]) -> str:
+    """A run in one line. view: its workers' rates and the time that is left."""
     done = progress.num_skipped + progress.num_results + progress.num_errors
     line = f"{done:,} rows"
     if progress.num_rows is not None:
         line = f"{done:,} of {'' if progress.input_ended else 'about '}{progress.num_rows:,} rows"
     if progress.num_errors:
         line += f", {progress.num_errors:,} failed"
+    if view["paused"]:
+        return f"{line}; paused"
+    sums, left = view["totals"], view["queue"]["seconds_left"]
+    rates = (sums["prefill_tokens_per_s"] or 0, sums["decode_tokens_per_s"] or 0)
     line += f"; {rates[0]:,.0f} prompt + {rates[1]:,.0f} new tokens/s"
     if progress.cached_tokens:
         line += f", {progress.cached_tokens / progress.prompt_tokens:.0%} of prompts cached"
+    share = share_done(progress, left)
     if share is not None and left is not None:
         line += f"; {share:.0%}, about {format_seconds(left)} left"
     return line
 
 
 def worker_states(workers: list[dict[str, Any]]) -> str:
-    """All workers in a few words: sequences each of them steps, and those that are not at work."""
-    ready = [worker for worker in workers if worker["state"] == "ready"]
-    counts = [worker["active"] for worker in ready]
+    """All workers of a view in a few words: sequences each of them steps, and those that are not at work."""
+    there = [worker for worker in workers if worker["state"] in _AT_WORK]
+    counts = [worker["active"] for worker in there]
     active = "+".join(map(str, counts)) if len(counts) <= 8 else f"{sum(counts)} on {len(counts)} workers"
-    away = "".join(f", worker {worker['worker']} {worker['state']}" for worker in workers if worker not in ready)
+    away = "".join(f", worker {worker['worker']} {worker['state']}" for worker in workers if worker not in there)
     return f"active {active or 0}{away}"
-
-
-def live_table(workers: list[dict[str, Any]], seconds: float, width: int) -> list[str]:
-    """What each worker is doing, under a heading. seconds: since the counters began."""
-    rows = [("worker", "cores", "state", "active", "prompt", "new", "tokens/s", "busy")]
-    rows += [(*_name(worker), worker["state"], str(worker["active"]), *_speed(worker, seconds)) for worker in workers]
-    return aligned(rows, width)
 
 
 def worker_table(workers: list[dict[str, Any]], seconds: float, width: int) -> list[str]:
@@ -109,8 +90,6 @@ def worker_table(workers: list[dict[str, Any]], seconds: float, width: int) -> l
 
 
 def _name(worker: dict[str, Any]) -> tuple[str, str]:
-    from coremill.config.hostfiles import format_cpu_list
-
     return str(worker["worker"]), format_cpu_list(tuple(worker["cores"]))
 
 
@@ -139,70 +118,81 @@ def aligned(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 class PlainReporter(Reporter):
-    """Lines: the plan, progress every PLAIN_SECONDS, what happens to workers."""
+    """Lines: the plan, progress every PLAIN_SECONDS and workers every TABLE_SECONDS, what happens to workers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._next_line = 0.0
-        self._packing = ("", -1)
-        self._rates = Rates()
-        self._plan: Plan | None = None
+        self._next_look = self._next_line = 0.0
+        self._next_table = TABLE_SECONDS
+        self._stage = ("", -1)
         self._setting = Setting()
         self._format_note = ""
-        self._stats: Callable[[], dict[str, Any]] | None = None
+        self._watch: RunWatch | None = None
 
-    def attach(self, setting: Setting, format_note: str, stats: Callable[[], dict[str, Any]]) -> None:
-        """The engine is ready. stats: Engine.stats without measuring."""
-        self._setting, self._format_note, self._stats = setting, format_note, stats
+    def attach(self, setting: Setting, format_note: str, watch: RunWatch) -> None:
+        """The engine is ready."""
+        self._setting, self._format_note, self._watch = setting, format_note, watch
 
     def say(self, text: str) -> None:
         """One line, from any thread."""
         with self._lock:
             print(f"coremill: {text}", file=sys.stderr, flush=True)
 
-    def packing(self, stage: str, done: int, total: int) -> None:
-        """Progress of what precedes the first run of a model; said at every quarter. total 0: nobody knows."""
-        said = (stage, 4 * done // total if total else 0)
-        if said != self._packing:
-            self._packing = said
-            self.say(f"{stage}: {25 * said[1]} %" if total else stage)
-
-    def plan(self, plan: Plan, num_rows: int | None, num_skipped: int) -> None:
-        self._plan = plan
-        for line in plan_lines(plan, self._setting, num_rows, num_skipped, self._format_note):
+    def tell(self, event: str, lines: Sequence[str], **fields: Any) -> None:
+        """Something that has happened: in words here, by its name and fields in a log of JSON."""
+        for line in lines:
             self.say(line)
 
+    def stage(self, stage: str, done: int, total: int) -> None:
+        """Progress of what precedes the first row; said at every quarter. total 0: nobody knows."""
+        said = (stage, 4 * done // total if total else 0)
+        if said != self._stage:
+            self._stage = said
+            self.tell("stage", [f"{stage}: {25 * said[1]} %" if total else stage], stage=stage, done=done, total=total)
+
+    def plan(self, plan: Plan, num_rows: int | None, num_skipped: int) -> None:
+        if self._watch is not None:
+            self._watch.plan = plan
+        lines = plan_lines(plan, self._setting, num_rows, num_skipped, self._format_note)
+        self.tell("plan", lines, rows=num_rows, skipped=num_skipped, plan=stats_plan(plan))
+
     def progress(self, progress: Progress) -> None:
-        if progress.seconds < self._next_line:
+        now = progress.seconds
+        if self._watch is None or now < self._next_look:
             return
-        line, _, workers = self._state(progress)
+        self._next_look = now + LOOK_SECONDS
+        if not self._watch.look(progress) or now < self._next_line:
+            return
+        view = self._watch.view()
         if self._next_line:  # nothing has happened yet the first time
-            self.say(f"{line}; {worker_states(workers)}")
-        self._next_line = progress.seconds + PLAIN_SECONDS
+            self._tell_progress(progress, view)
+        self._next_line = now + PLAIN_SECONDS
+
+    def _tell_progress(self, progress: Progress, view: dict[str, Any]) -> None:
+        lines = [f"{progress_line(progress, view)}; {worker_states(view['workers'])}"]
+        if progress.seconds >= self._next_table:
+            self._next_table = progress.seconds + TABLE_SECONDS
+            lines += map(plain, worker_lines(view, PLAIN_WIDTH))
+        self.tell("progress", lines, **view)
 
     def worker_event(self, event: dict[str, Any]) -> None:
         """As Engine's on_event; runs on the engine's thread."""
+        worker, cause, lines = event["worker"], event.get("cause"), []
         if event["event"] == "worker_died":
-            self.say(f"worker {event['worker']} died: {event.get('cause')}; it is started again, its rows go on")
+            lines = [f"worker {worker} died: {cause}; it is started again, its rows go on"]
         elif event["event"] == "worker_retired":
-            self.say(f"worker {event['worker']} is not started again: {event.get('cause')}; the others take its rows")
+            lines = [f"worker {worker} is not started again: {cause}; the others take its rows"]
+        self.tell(event["event"], lines, **{name: event[name] for name in ("worker", "pid", "cause") if name in event})
+
+    def summary(self, table: Sequence[str], lines: Sequence[str], stats: dict[str, Any], exit_code: int) -> None:
+        """The end. table: of the workers; lines: the rest in words; stats: both as --stats writes them."""
+        with self._lock:
+            for line in table:
+                print(line, file=sys.stderr)
+        self.tell("summary", lines, exit_code=exit_code, text=list(lines), stats=stats)
 
     def close(self) -> None:
         """Ends the live view, if there is one."""
-
-    def _state(self, progress: Progress) -> tuple[str, float | None, list[dict[str, Any]]]:
-        """(line of text, share done, workers)."""
-        workers = self._stats()["workers"] if self._stats else []
-        names = ("prefill_tokens", "decode_tokens", "active")
-        prefill, decode, active = (sum(worker[name] for worker in workers) for name in names)
-        rates = self._rates.add(time.monotonic(), prefill, decode)
-        left = None
-        if progress.num_rows is not None:
-            num_left = progress.num_rows - progress.num_skipped - progress.num_results - progress.num_errors
-            done = (progress.num_results, prefill, decode, progress.completion_tokens, rates[1])
-            left = seconds_left(Count(progress.seconds, num_left, active, *done), self._plan)
-        share = share_done(progress, left)
-        return progress_line(progress, share, rates, left), share, workers
 
 
 class LiveReporter(PlainReporter):
@@ -221,24 +211,53 @@ class LiveReporter(PlainReporter):
         with self._lock:
             self._console.print(text)
 
-    def packing(self, stage: str, done: int, total: int) -> None:
+    def stage(self, stage: str, done: int, total: int) -> None:
         share = done / total if total else 1.0
-        self._draw([f"{stage} {_bar(share)} {share:.0%}" if total else stage])
+        self._draw([[(f"{stage} {_bar(share)} {share:.0%}" if total else stage, "")]])
 
     def progress(self, progress: Progress) -> None:
-        line, share, workers = self._state(progress)
-        table = live_table(workers, progress.seconds, max(20, self._console.width))
-        self._draw(([] if share is None else [_bar(share)]) + [line, *table])
+        if self._watch is None or progress.seconds < self._next_look:
+            return
+        self._next_look = progress.seconds + LIVE_SECONDS
+        if not self._watch.look(progress):
+            return
+        view = self._watch.view()
+        share = share_done(progress, view["queue"]["seconds_left"])
+        lines: list[Line] = [] if share is None else [[(_bar(share), "")]]
+        lines.append([(progress_line(progress, view), "bold yellow" if view["paused"] else "")])
+        # One line less than the terminal has, which would scroll otherwise.
+        room = max(1, self._console.height - len(lines) - 4)
+        self._draw([*lines, *worker_lines(view, max(20, self._console.width), most=room)])
 
     def close(self) -> None:
         self._live.stop()
 
-    def _draw(self, lines: list[str]) -> None:
+    def _draw(self, lines: Sequence[Line]) -> None:
         from rich.text import Text
 
         width = max(20, self._console.width)
+        text = Text("\n").join(Text.assemble(*cut_line(line, width)) for line in lines)
         with self._lock:
-            self._live.update(Text("\n".join(shortened_line(line, width) for line in lines)), refresh=True)
+            self._live.update(text, refresh=True)
+
+
+class JsonReporter(PlainReporter):
+    """One JSON object a line: "time" (seconds since the epoch), "event", and the fields of that event.
+
+    stage, plan, progress (coordinator/view/rates.py), worker_started, worker_ready, worker_died, worker_stopped,
+    worker_retired, message (a text), summary, error.
+    """
+
+    def say(self, text: str) -> None:
+        self.tell("message", [], text=text)
+
+    def tell(self, event: str, lines: Sequence[str], **fields: Any) -> None:
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
+        with self._lock:
+            print(line, file=sys.stderr, flush=True)
+
+    def summary(self, table: Sequence[str], lines: Sequence[str], stats: dict[str, Any], exit_code: int) -> None:
+        super().summary([], lines, stats, exit_code)
 
 
 def shortened_line(line: str, width: int) -> str:
@@ -251,49 +270,9 @@ def _bar(share: float) -> str:
     return "█" * filled + "░" * (_BAR_WIDTH - filled)
 
 
-def make_reporter() -> PlainReporter:
-    """The live view when stderr is a terminal that can redraw, else plain lines."""
+def make_reporter(log_format: str = "text") -> PlainReporter:
+    """The live view when stderr is a terminal that can redraw, else plain lines; "json": JSON lines in any case."""
+    if log_format == "json":
+        return JsonReporter()
     live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return LiveReporter() if live else PlainReporter()
-
-
-def result_lines(
-    first: Sequence[FirstRow], found: Mapping[bytes, dict[str, Any]], width: int, style: Style = lambda kind, text: text
-) -> list[str]:
-    """Rows for people: custom_id, how each ended, the end of its prompt, its answer (up to _MAX_ANSWER_LINES lines).
-
-    found: lines of the result and error files by row key; a row without one is not finished. style: given
-    "head", "id", "length", "failed" or "answer", and a text of the final width, returns it coloured.
-    """
-    names = [shortened(row.custom_id, 24) for row in first]
-    column = max(map(len, ["row", *names]))
-    prompt = max(16, (width - column - _END_WIDTH - 6) * 2 // 5)
-    answer = max(16, width - column - _END_WIDTH - prompt - 6)
-    head = f"{'row'.ljust(column)}  {'end'.ljust(_END_WIDTH)}  {'...prompt'.ljust(prompt)}  answer"
-    lines = [style("head", head)]
-    for name, row in zip(names, first, strict=True):
-        end, text = _end_and_text(found.get(row.key))
-        pieces = textwrap.wrap(text, answer, max_lines=_MAX_ANSWER_LINES, placeholder="…") or [""]
-        kind = end if end in ("length", "failed") else "end"
-        lines.append(
-            f"{style('id', name.ljust(column))}  {style(kind, end.ljust(_END_WIDTH))}  "
-            f"{_tail(row.prompt, prompt).ljust(prompt)}  {style('answer', pieces[0])}"
-        )
-        indent = " " * (column + _END_WIDTH + prompt + 6)
-        lines += [indent + style("answer", piece) for piece in pieces[1:]]
-    return lines
-
-
-def _end_and_text(row: dict[str, Any] | None) -> tuple[str, str]:
-    if row is None:
-        return "-", ""
-    if row["error"] is not None:
-        return "failed", printable(f"{row['error']['code']}: {row['error']['message']}")
-    choice = row["response"]["body"]["choices"][0]
-    text = choice["text"] if "text" in choice else choice["message"]["content"]
-    return choice["finish_reason"], printable(text[:4000]).strip()
-
-
-def _tail(text: str, width: int) -> str:
-    line = printable(text).strip()
-    return line if len(line) <= width else "…" + line[len(line) - width + 1 :]

@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -104,7 +104,8 @@ class Runner:
     """One run over an input that is open, into files that are open, with an engine that is ready.
 
     retry: rows that failed in earlier runs run again. strict: the first row that fails ends the run.
-    keep: so many of the input's first rows are remembered for the outcome.
+    keep: so many of the input's first rows are remembered for the outcome. cancelled: custom_ids of rows that somebody
+    ends by hand, growing; they become errors, whereas others that end "cancelled" are left for the next run.
     """
 
     def __init__(
@@ -125,11 +126,13 @@ class Runner:
         keep: int = 0,
         reporter: Reporter | None = None,
         interrupt_input: Callable[[], None] = lambda: None,
+        cancelled: Collection[str] = (),
     ) -> None:
         self._files, self._table, self._maker = files, table, maker
         self._order = InputOrder() if in_order else None
         self._retry, self._strict = retry, strict
         self._reporter = reporter or Reporter()
+        self._cancelled = cancelled
         self._position, self._interrupt_input = lines.position, interrupt_input
         self._mail: queue.SimpleQueue = queue.SimpleQueue()
         self._window = Window(window_rows, window_bytes)
@@ -210,7 +213,9 @@ class Runner:
         lost = None
         done: list[Finished] = []
         for item in finished:
-            if item.failure is not None and item.failure.code in NOT_THE_REQUESTS_FAULT:  # left for the next run
+            if item.failure is not None and item.failure.code == "cancelled" and item.row.custom_id in self._cancelled:
+                item.error = RequestError("cancelled", "the row was cancelled by hand while the run was going on")
+            elif item.failure is not None and item.failure.code in NOT_THE_REQUESTS_FAULT:  # left for the next run
                 lost = item.failure
                 continue
             done.append(item)

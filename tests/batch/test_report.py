@@ -11,18 +11,19 @@ from coremill.config.printable import printable, shortened
 from coremill.coordinator.batch.estimate import Count, seconds_left
 from coremill.coordinator.batch.plan import Plan, Setting, estimate_seconds, format_seconds, plan_lines, shared_tokens
 from coremill.coordinator.batch.report import (
+    JsonReporter,
     PlainReporter,
-    Rates,
-    live_table,
     progress_line,
-    result_lines,
     share_done,
     worker_states,
     worker_table,
 )
 from coremill.coordinator.batch.results import find_rows
 from coremill.coordinator.batch.runner import Failure, Outcome, Progress
+from coremill.coordinator.batch.shownrows import result_lines
 from coremill.coordinator.batch.summary import exit_code, stats_object, summary_lines
+from coremill.coordinator.view.machine import Facts
+from coremill.coordinator.view.rates import view_of
 
 WORKER = {
     "worker": 0, "pid": 7, "cores": [0, 2], "state": "ready", "active": 3, "prefill_tokens": 1000, "decode_tokens": 500,
@@ -170,23 +171,21 @@ def test_nothing_is_said_of_the_time_left_too_early():
     assert seconds_left(count(num_left=0), None) == 0.0
 
 
+def view(prompt=0.0, new=0.0, left=None, paused=False, workers=()):
+    """As much of a view (coordinator/view/rates.py) as a line of progress needs."""
+    sums = {"prefill_tokens_per_s": prompt, "decode_tokens_per_s": new}
+    return {"totals": sums, "queue": {"seconds_left": left}, "paused": paused, "workers": list(workers)}
+
+
 def test_progress_line():
     progress = Progress(num_read=8, num_results=2, num_errors=1, num_rows=8, input_ended=True, seconds=10)
-    assert progress_line(progress, 0.5, (100.0, 50.4), 10.0) == (
+    assert progress_line(progress, view(100.0, 50.4, 10.0)) == (
         "3 of 8 rows, 1 failed; 100 prompt + 50 new tokens/s; 50%, about 10 s left"
     )
-    assert progress_line(Progress(num_results=5), None, (0, 0)) == "5 rows; 0 prompt + 0 new tokens/s"
+    assert progress_line(progress, view(100.0, 50.4, 10.0, paused=True)) == "3 of 8 rows, 1 failed; paused"
+    assert progress_line(Progress(num_results=5), view()) == "5 rows; 0 prompt + 0 new tokens/s"
     shared = Progress(num_results=5, prompt_tokens=200, cached_tokens=174)
-    assert progress_line(shared, None, (0, 0)) == "5 rows; 0 prompt + 0 new tokens/s, 87% of prompts cached"
-
-
-def test_rates_forget():
-    rates = Rates()
-    assert rates.add(0.0, 0, 0) == (0, 0)
-    assert rates.add(1.0, 100, 10) == (100, 10)
-    for second in range(2, 12):
-        latest = rates.add(float(second), 100, 10 * second)
-    assert latest == (0, 10)
+    assert progress_line(shared, view()) == "5 rows; 0 prompt + 0 new tokens/s, 87% of prompts cached"
 
 
 BIG_WORKER = {
@@ -205,15 +204,16 @@ def test_worker_table_lines_up():
 
 def test_tables_fit_a_terminal():
     for width in (40, 80):
-        tables = worker_table([{**BIG_WORKER, "restarts": 0}], 10.0, width) + live_table([BIG_WORKER], 10.0, width)
-        assert all(len(line) <= width for line in tables)
-    assert not any("…" in line for line in tables)
+        lines = worker_table([{**BIG_WORKER, "restarts": 0}], 10.0, width)
+        assert all(len(line) <= width for line in lines)
+    assert not any("…" in line for line in lines)
 
 
 def test_worker_states():
-    starting = {**WORKER, "worker": 4, "state": "starting", "active": 0}
-    assert worker_states([WORKER, {**WORKER, "active": 2}, starting]) == "active 3+2, worker 4 starting"
-    assert worker_states([WORKER] * 20) == "active 60 on 20 workers"
+    at_work = [{"worker": 0, "state": "running", "active": 3}, {"worker": 1, "state": "idle", "active": 0}]
+    starting = {"worker": 4, "state": "starting", "active": 0}
+    assert worker_states([*at_work, starting]) == "active 3+0, worker 4 starting"
+    assert worker_states(at_work[:1] * 20) == "active 60 on 20 workers"
     assert worker_states([]) == "active 0"
 
 
@@ -306,20 +306,62 @@ def test_statistics_have_the_names_scripts_rely_on():
     assert (stats["rows"], stats["errors"], stats["startup_seconds"], stats["workers"]) == (20, 4, 0.5, [WORKER])
 
 
-def test_plain_reporter(capsys):
-    reporter = PlainReporter()
-    reporter.attach(Setting(ctx=64), "JSON lines", lambda: {"workers": [WORKER]})
+class FakeWatch:
+    """A run's figures that do not change."""
+
+    plan = None
+
+    def __init__(self):
+        figures = dict.fromkeys(
+            ("steps", "step_rows", "step_sequences", "prefill_tokens", "decode_tokens", "kv_positions", "busy_seconds",
+             "blocks", "prompt_tokens", "cached_tokens", "restarts"), 0
+        )  # fmt: skip
+        worker = {"worker": 0, "pid": 7, "cores": [0, 2], "state": "ready", "active": 3, "rows": [], **figures}
+        queue = {"waiting": 3, "running": 3, "finished": 2, "failed": 0}
+        arena = {"blocks": 9, "block_bytes": 1, "free_blocks": 4, "cached_blocks": 2}
+        self.snapshot = {
+            "time": 0.0, "paused": False, "max_active": 4, "step_tokens": 8, "pack": "", "weight_bytes": 1,
+            "kv_position_bytes": 1, "queue": queue, "arena": arena, "workers": [worker],
+        }  # fmt: skip
+
+    def look(self, progress):
+        return True
+
+    def view(self):
+        return view_of(self.snapshot, self.snapshot, {**self.snapshot, "time": 1.0}, Facts(), None)
+
+
+def report_all(reporter):
+    reporter.attach(Setting(ctx=64), "JSON lines", FakeWatch())
     reporter.plan(plan(), 10, 0)
-    for second in (0.0, 1.0, 4.9, 5.1, 6.0, 11.0):
+    for second in (0.0, 1.0, 4.9, 6.2, 7.0, 11.3, 31.0):
         reporter.progress(Progress(num_read=8, num_results=2, num_rows=8, seconds=second))
-    reporter.worker_event({"event": "worker_died", "worker": 0, "cause": "killed by SIGKILL"})
-    reporter.worker_event({"event": "worker_ready", "worker": 0})
+    reporter.worker_event({"event": "worker_died", "worker": 0, "pid": 7, "cause": "killed by SIGKILL"})
+    reporter.worker_event({"event": "worker_ready", "worker": 0, "pid": 8})
     for done in range(0, 101):
-        reporter.packing("packing", done, 100)
+        reporter.stage("packing", done, 100)
+    reporter.summary(["worker  cores"], ["rows: 8"], {"rows": 8}, 3)
     reporter.close()
+
+
+def test_plain_reporter(capsys):
+    report_all(PlainReporter())
     lines = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("coremill: ") for line in lines)
-    assert sum("tokens/s" in line for line in lines) == 2
+    assert [line for line in lines if not line.startswith("coremill: ")] == ["worker  cores"]
+    assert sum("tokens/s" in line for line in lines) == 3
+    assert sum("restarts" in line for line in lines) == 1, "a table of workers every half minute"
     assert sum("killed by SIGKILL" in line for line in lines) == 1
     assert sum("packing" in line for line in lines) == 5
     assert sum("its rows go on" in line for line in lines) == 1
+
+
+def test_log_of_json_lines(capsys):
+    report_all(JsonReporter())
+    entries = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert all(entry["time"] > 0 for entry in entries)
+    kinds = [entry["event"] for entry in entries]
+    assert kinds == ["plan", *["progress"] * 3, "worker_died", "worker_ready", *["stage"] * 5, "summary"]
+    assert entries[0]["plan"]["prompt_tokens"] == 800 and entries[1]["workers"][0]["cores"] == [0, 2]
+    assert entries[4]["cause"] == "killed by SIGKILL" and entries[4]["pid"] == 7
+    assert [entry["done"] for entry in entries[6:11]] == [0, 25, 50, 75, 100]
+    assert entries[-1]["exit_code"] == 3 and entries[-1]["stats"] == {"rows": 8}
