@@ -11,7 +11,8 @@ CoremillError
  +-- EngineError            the engine as a whole cannot go on
  |    +-- WorkerStartError  no worker could be started
  |    +-- EngineClosedError the coordinator was closed under a job
- +-- QueueFullError       the coordinator has as many unfinished jobs as it may have (max_queue)
+ +-- QueueFullError         the coordinator has as many unfinished jobs as it may have (max_queue)
+ +-- QueueFileError         a queue file cannot be used: foreign, damaged, in use, or its disk is full
  +-- RunError               a batch run cannot start or resume
       +-- ResumeRefusedError  the earlier run used another model, seed, ... (named)
 """
@@ -96,6 +97,10 @@ class EngineClosedError(EngineError):
 
 class QueueFullError(CoremillError):
     """The coordinator has `max_queue` unfinished jobs, and the caller would not wait for one to end."""
+
+
+class QueueFileError(CoremillError):
+    """A durable queue's file cannot be used: foreign, damaged, in use by another process, or its disk is full."""
 
 
 class RunError(CoremillError):
