@@ -3,12 +3,14 @@ coordinator/scheduler.py.
 
 When blocks are short      cached ones go first; then a sequence that is paused loses its last ones; then the least
                            entitled one that runs is paused
+When priorities differ     only the highest of them runs; who has less is paused and keeps its blocks
 When a worker has room     the next of the line, if it fits; what another is just computing is waited for
 When a worker idles        it gets half of what the busiest has more
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from coremill.config.messages import Begin, Extend, Release, Stop
@@ -41,7 +43,7 @@ class Placement:
         self._num_growing = 0  # leases whose tables may still grow
         self._num_closing = 0
         self._last_lease = 0
-        self._lowest_priority = 0  # of all sequences so far
+        self._priorities: Counter[int] = Counter()  # of unfinished sequences
         self._unfit: tuple | None = None  # who did not fit, and when
         self._recent: tuple[int, ...] = ()  # prompt of the last fresh sequence that began
         self._out: list[Instruction] = []
@@ -53,6 +55,8 @@ class Placement:
             for slot in self.slots:
                 self._ask_all_back(slot)
         else:
+            if len(self._priorities) > 1:
+                self._rest_lower()
             if self.waiting or self.suspects:
                 self._fill_workers(now)
             self._balance()
@@ -132,6 +136,23 @@ class Placement:
         if not sequence.table.blocks:
             sequence.table = None
 
+    # ---- the urgent before all others ----
+
+    def _rest_lower(self) -> None:
+        """Whoever has less than the highest priority rests: an urgent sequence has the machine for itself."""
+        for lease in self._leases():
+            if self._must_rest(lease.sequence) and not lease.closing:
+                self._pause(lease)
+
+    def _must_rest(self, sequence: Sequence) -> bool:
+        """While something of a higher priority is unfinished."""
+        return len(self._priorities) > 1 and sequence.request.priority < max(self._priorities)
+
+    def _is_of_lower(self, table: Table, sequence: Sequence) -> bool:
+        """Whether the table belongs to somebody who rests while the sequence is there."""
+        owner = next((other for other in self.sequences.values() if other.table is table), None)
+        return owner is not None and owner.request.priority < sequence.request.priority
+
     # ---- work for those who have room ----
 
     def _fill_workers(self, now: float) -> None:
@@ -139,12 +160,12 @@ class Placement:
         open_slots = [slot for slot in self.slots if slot.state == "ready" and len(slot.leases) < share]
         while open_slots:
             candidates, line = open_slots, self.waiting
-            if self.suspects:
+            if self.suspects and not self._must_rest(self.suspects.peek()):
                 innocent = [slot for slot in open_slots if not slot.has_suspect]
                 if innocent:
                     candidates, line = innocent, self.suspects
             sequence = line.peek(self._recent if self.tables.index.num_evicted else ())
-            if sequence is None:
+            if sequence is None or self._must_rest(sequence):
                 return
             match = self._fitting(sequence)
             if match is None:
@@ -157,7 +178,6 @@ class Placement:
             self._begin(sequence, slot, match, now)
             if len(slot.leases) >= share:
                 open_slots.remove(slot)
-        self._preempt_for(self.waiting.peek())
 
     def _share(self) -> int:
         """Most sequences per worker. When few are left they are spread, also over workers still starting."""
@@ -181,6 +201,8 @@ class Placement:
         if now == self._unfit:
             return None
         match = tables.match(sequence.tokens, table)
+        if match.wait is not None and len(self._priorities) > 1 and self._is_of_lower(match.wait, sequence):
+            match.wait = None
         if match.wait is not None and sequence.charged_at is None:
             return match
         if tables.num_needed(match, table, wanted) + reserve > tables.num_available:
@@ -193,7 +215,7 @@ class Placement:
             match = Match(list(sequence.table.nodes) if sequence.table else [])
             if tables.num_needed(match, sequence.table, wanted) <= tables.num_available:
                 return match
-        elif sequence.request.priority > self._lowest_priority:
+        elif sequence.request.priority > min(self._priorities):
             lower = [
                 other
                 for other in self.sequences.values()
@@ -214,21 +236,6 @@ class Placement:
             self.tables.cancel_copy(sequence.table)
             wanted -= len(sequence.table.blocks)
         self._take_from([other for other in self.sequences.values() if other.table and other is not sequence], wanted)
-
-    def _preempt_for(self, sequence: Sequence | None) -> None:
-        """A slot for an urgent sequence, when all are taken: the youngest of the lowest priority is paused."""
-        if sequence is None or sequence.request.priority <= self._lowest_priority or self._num_closing:
-            return
-        running = [
-            lease
-            for slot in self.slots
-            if slot.state == "ready"
-            for lease in slot.leases.values()
-            if lease.sequence.charged_at is None
-        ]
-        victim = max(running, key=lambda lease: lease.sequence.rank, default=None)
-        if victim is not None and victim.sequence.request.priority < sequence.request.priority:
-            self._pause(victim)
 
     def _park(self, sequence: Sequence, match: Match) -> None:
         sequence.waits_for = match.wait

@@ -12,6 +12,7 @@ A worker may write to a lease's blocks from Begin until it has said Finished, Re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from coremill.config.errors import RequestError
@@ -100,7 +101,7 @@ class Scheduler(Placement):
             self._out.append(Finish(ticket, sequence.result(now, error=error)))
             return
         self.sequences[ticket] = sequence
-        self._lowest_priority = min(self._lowest_priority, request.priority)
+        self._priorities[request.priority] += 1
         self.waiting.push(sequence)
 
     def _cancelled(self, ticket: int, now: float) -> None:
@@ -268,6 +269,7 @@ class Scheduler(Placement):
             self._unpark(self.tables.close(sequence.table, sequence.tokens))
             sequence.table = None
         del self.sequences[sequence.ticket]
+        self._priorities -= Counter((sequence.request.priority,))
         self._out.append(Finish(sequence.ticket, sequence.result(now, finish_reason, error)))
 
     def _detach(self, sequence: Sequence) -> None:
@@ -341,5 +343,6 @@ class Scheduler(Placement):
         assert places == sorted(self.sequences), "a sequence is lost or in two places"
         alive = ("ready", "draining")
         assert all(slot.state in alive for slot in self.slots if slot.leases), "a lease without a ready worker"
+        assert self._priorities == Counter(s.request.priority for s in self.sequences.values()), "miscounted"
         for sequence in self.parked.values():
             assert any(who is sequence for _, _, who in sequence.waits_for.waiters), "nobody wakes it"

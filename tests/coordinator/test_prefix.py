@@ -170,16 +170,18 @@ def test_moving_to_an_idle_worker_computes_nothing_again():
     scheduler.check()
 
 
-def test_an_urgent_sequence_takes_the_place_of_the_youngest_of_the_lowest_priority():
+def test_an_urgent_sequence_has_the_workers_for_itself():
     scheduler = make(num_workers=1, max_active=2)
-    submit(scheduler, 1, tuple(range(100, 140)))
+    ((_, old),) = submit(scheduler, 1, tuple(range(100, 140)))
     ((_, young),) = submit(scheduler, 2, tuple(range(200, 240)))
     sent = scheduler.advance([Submitted(3, SequenceRequest("3", tuple(range(300, 340)), 5, priority=1))], 0.0)
-    assert sent == [Send(0, Release(young.lease))]
+    assert sent == [Send(0, Release(old.lease)), Send(0, Release(young.lease))]
     ((_, urgent),) = begins(scheduler.advance([FromWorker(0, Released(young.lease, 40))], 0.0))
-    assert urgent.tokens[0] == 300 and scheduler.counts["paused"] == 1
-    ((_, again),) = finish(scheduler, 0, urgent.lease)
-    assert (again.tokens[0], again.computed, again.blocks[:2]) == (200, 39, young.blocks[:2]) or again.computed == 40
+    assert urgent.tokens[0] == 300 and scheduler.counts["paused"] == 2
+    assert begins(scheduler.advance([FromWorker(0, Released(old.lease, 40))], 0.0)) == []  # there would be room
+    again = [begin for _, begin in finish(scheduler, 0, urgent.lease)]
+    assert [begin.tokens[0] for begin in again] == [100, 200]
+    assert [begin.blocks[:2] for begin in again] == [old.blocks[:2], young.blocks[:2]]
     assert scheduler.counts["recomputed_tokens"] == 0
 
 
