@@ -41,6 +41,7 @@ class Option:
         in_files: may stand in a TOML file.
         verb_help: verb -> (help, default text) where a verb takes the option otherwise than the rest.
         required: verbs that cannot do without it.
+        spoken_only: verbs that take it from the command line alone.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Option:
     in_files: bool = True
     verb_help: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    spoken_only: tuple[str, ...] = ()
 
     @property
     def switch(self) -> str:
@@ -154,8 +156,8 @@ OPTIONS: tuple[Option, ...] = (
            ("run",), "sampling", default_text="none"),
     # ---- commands ----
     Option("output", Text("OUT"), None, "File of results, one JSON object a line; an earlier run's is resumed.",
-           ("run", "pack"), short="-o", default_text="none", required=("run",),
-           verb_help={"pack": ("File to write the packed model to.", "a file in the cache")}),
+           ("run", "pack"), short="-o", default_text="none", required=("run",), spoken_only=("pack",),
+           verb_help={"pack": ("File to write the packed model to; on the command line only.", "a file in the cache")}),
     Option("errors", Text("FILE"), None, "File for rows that failed.",
            ("run",), default_text="OUT with .jsonl replaced by .errors.jsonl"),
     Option("retry_errors", Flag(), False, "Run the rows again that failed in an earlier run.", ("run",)),

@@ -78,7 +78,10 @@ def from_command_line(
             )
     variables = _from_environment(options, environ)
     named = {**variables, **spoken}.get("config", (None, ""))[0]
-    return _merged(options, [spoken, variables, *_from_files(named, environ)])
+    heard = {option.name for option in options if verb not in option.spoken_only}
+    layers = [variables, *_from_files(named, environ)]
+    unspoken = [{name: found for name, found in layer.items() if name in heard} for layer in layers]
+    return _merged(options, [spoken, *unspoken])
 
 
 def from_keywords(

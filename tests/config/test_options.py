@@ -91,6 +91,15 @@ def test_sources_mix_by_option(elsewhere):
     assert SamplingParams(**found.of_group("sampling")) == SamplingParams(temperature=0.0)
 
 
+def test_an_option_for_the_command_line_only(elsewhere):
+    (elsewhere / "coremill.toml").write_text('output = "out.jsonl"')
+    environ = {"COREMILL_OUTPUT": "other.jsonl"}
+    assert (run()["output"], run(**environ)["output"]) == ("out.jsonl", "other.jsonl")
+    pack = lambda given: from_command_line("pack", given, environ)  # noqa: E731
+    assert pack({})["output"] is None and not pack({}).given("output")
+    assert pack({"output": "x.pack"})["output"] == "x.pack"
+
+
 def test_named_file_from_the_environment(elsewhere):
     (elsewhere / "a.toml").write_text("workers = 7")
     assert run(COREMILL_CONFIG="a.toml")["workers"] == 7

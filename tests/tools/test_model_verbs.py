@@ -146,6 +146,15 @@ def test_pack_prints_where_the_pack_is(model, root, tmp_path):
     assert "is a pack already" in refused("pack", out, "-o", tmp_path / "again")
 
 
+def test_where_a_run_writes_is_not_where_a_pack_goes(model, root, tmp_path, monkeypatch):
+    pack = coremill("pack", model)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "coremill.toml").write_text('output = "results.jsonl"')
+    monkeypatch.setenv("COREMILL_OUTPUT", "others.jsonl")
+    assert coremill("pack", model, "--verify") == pack
+    assert not (tmp_path / "results.jsonl").exists() and not (tmp_path / "others.jsonl").exists()
+
+
 def test_pack_replaces_packs_only(model, root, tmp_path):
     text = tmp_path / "text"
     text.write_text("mine")
