@@ -24,7 +24,6 @@ from coremill.coordinator.text.prompts import Preparer
 from coremill.coordinator.text.requests import TextRequest
 
 _PR_SET_PDEATHSIG = 1
-_READ_BYTES = 1 << 20
 _OUTPUT = 3
 # Freed memory that is kept for the next job, bytes.
 _KEPT_BYTES = 64 << 20
@@ -84,8 +83,8 @@ def _tidy_inheritance() -> None:
 def _read_input(inbox: queue.SimpleQueue[Any]) -> None:
     reader, status = wire.FrameReader(), 1
     try:
-        while data := os.read(0, _READ_BYTES):
-            for value in reader.feed(data):
+        while (values := reader.read(0)) is not None:
+            for value in values:
                 inbox.put(value)
         status = 0
     finally:

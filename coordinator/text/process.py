@@ -14,7 +14,6 @@ from coremill.coordinator.text import wire
 
 # -P: what lies in the current folder must not stand in for a module of ours.
 _COMMAND = (sys.executable, "-P", "-m", "coremill.coordinator.text.helper")
-_READ_BYTES = 1 << 18
 _MAX_THREADS = 4
 _LAST_WORDS_BYTES = 1 << 16
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
@@ -90,10 +89,10 @@ class HelperProcess:
     def read(self) -> tuple[bool, list[Any]]:
         """What has arrived, and whether the helper is still there."""
         try:
-            data = os.read(self.output, _READ_BYTES)
+            values = self._reader.read(self.output)
         except BlockingIOError:
             return True, []
-        return bool(data), list(self._reader.feed(data))
+        return values is not None, list(values or ())
 
     def reap(self) -> Death:
         """Why it died. It has closed its output, so that it is gone or going."""

@@ -11,15 +11,16 @@ count, or the text of a chat; or else an error as [code, message, param].
 
 from __future__ import annotations
 
+import os
 import struct
 from array import array
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from coremill.config.errors import RequestError
 from coremill.coordinator.text.requests import TextRequest
 
 _LENGTH = struct.Struct("<Q")
+_PIECE_BYTES = 1 << 18
 
 Kind = Literal["ids", "count", "render"]
 
@@ -30,7 +31,7 @@ def pack(value: Any) -> bytes:
     return msgpack.packb(value)
 
 
-def unpack(data: bytes) -> Any:
+def unpack(data: bytes | memoryview) -> Any:
     import msgpack
 
     return msgpack.unpackb(data, strict_map_key=False)
@@ -76,19 +77,31 @@ def unpack_answer(value: Any) -> tuple[int, ...] | int | str | RequestError:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames."""
+    """Cuts a stream of bytes into frames.
+
+    Pieces are read into one buffer, time after time: room for each piece would be taken behind the piece before,
+    which still lives then, and the process would grow by a piece with every read.
+    """
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._piece = bytearray(_PIECE_BYTES)
+        self._unread = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """The frames that this data completes, decoded."""
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
-            del self._buffer[:end]
-            yield unpack(body)
+    def read(self, fd: int) -> list[Any] | None:
+        """The frames that the next piece completes, decoded; None at the end. Waits, or raises BlockingIOError."""
+        count = os.readv(fd, [self._piece])
+        if not count:
+            return None
+        self._unread += memoryview(self._piece)[:count]
+        values = []
+        while (end := self._frame_end()) is not None:
+            with memoryview(self._unread)[_LENGTH.size : end] as body:
+                values.append(unpack(body))
+            del self._unread[:end]
+        return values
+
+    def _frame_end(self) -> int | None:
+        if len(self._unread) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _LENGTH.unpack_from(self._unread)[0]
+        return end if len(self._unread) >= end else None
