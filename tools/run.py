@@ -72,12 +72,18 @@ def command(input: str, settings: Settings) -> int:
 
 def _run(input: str, settings: Settings, reporter: PlainReporter) -> int:
     from coremill.config.engine import EngineConfig
+    from coremill.config.errors import ConfigError
     from coremill.config.request import SamplingParams
     from coremill.coordinator.batch.job import BatchOptions, run_batch, write_stats
     from coremill.coordinator.batch.report import worker_table
     from coremill.coordinator.batch.summary import exit_code, summary_lines
     from coremill.coordinator.batch.writer import default_errors_path
 
+    if settings["system"] is not None and settings.given("chat") and not settings["chat"]:
+        against = settings.source("chat").replace("--chat", "--no-chat")
+        raise ConfigError(
+            f"{settings.source('system')} and {against} contradict each other: only a chat has a system message"
+        )
     options = BatchOptions(
         input=input,
         output=settings.require("output"),

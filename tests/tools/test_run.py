@@ -30,6 +30,16 @@ def test_stats_that_cannot_be_written_leave_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["stats.json"] and path.read_bytes() == before
 
 
+def test_a_system_message_without_a_chat_is_refused(tmp_path, monkeypatch):
+    rows, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    rows.write_text("x\n")
+    code, said = coremill("run", rows, "-m", "absent", "-o", out, "--system", "Be brief.", "--no-chat")
+    assert code == 2 and "--system and --no-chat" in said
+    monkeypatch.setenv("COREMILL_NO_CHAT", "1")
+    code, said = coremill("run", rows, "-m", "absent", "-o", out, "--system", "Be brief.")
+    assert code == 2 and "--system and COREMILL_NO_CHAT" in said
+
+
 def test_stats_replace_stats_only(tmp_path):
     rows, stats, out = tmp_path / "in.jsonl", tmp_path / "stats.json", tmp_path / "out.jsonl"
     rows.write_text('{"prompt": "x"}\n')
