@@ -22,6 +22,7 @@ NAMES = (
     "decode_tokens",  # tokens chosen
     "busy_ns",  # time inside steps
     "active",  # sequences held now
+    "borrowed_steps",  # steps in which cores of other workers took part
     "kv_positions",  # positions whose keys and values the sequences of all steps have read
     "alone_lease",  # lease that has the present step for itself, else 0
 )

@@ -26,6 +26,7 @@ class EngineConfig:
         kv: KV cache type; "f16" or "q8".
         seed: run seed, from which rows without a seed of their own draw theirs.
         prefix_cache: share computed prefixes between sequences.
+        lending: workers with nothing to run lend their cores to others, where that is faster.
         step_tokens: rows of one step, which is also the longest prefill chunk.
         profile: time each operation of a step.
         stuck_after: seconds after which a worker that has work and completes no operation is killed.
@@ -41,6 +42,7 @@ class EngineConfig:
     kv: str = default_of("kv")
     seed: int = default_of("seed")
     prefix_cache: bool = default_of("prefix_cache")
+    lending: bool = default_of("lending")
     step_tokens: int = default_of("step_tokens")
     profile: bool = default_of("profile")
     stuck_after: float = default_of("stuck_after")

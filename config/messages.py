@@ -1,7 +1,7 @@
 """Everything the coordinator and a worker say to each other: typed, versioned, small.
 
     coordinator -> worker   Settings (once, through the lifeline pipe), then over the socket
-                            Begin, Extend, Cancel, Release, Stats, Stop
+                            Begin, Extend, Cancel, Release, Borrow, Stats, Stop
     worker -> coordinator   Hello, Ready, Stepped, Released, Failed, Measured
 
 A message is one msgpack array: [kind, field, field, ...]. A sequence is sent whole once (Begin), then as
@@ -21,7 +21,7 @@ import msgpack
 
 from coremill.config.errors import EngineError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class ProtocolError(EngineError):
@@ -129,6 +129,15 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Borrow:
+    """The cores of others that threads of the worker may use, nearest first, until the next such message; () ends that
+    at the next step boundary. The worker uses as many of them as make its steps faster."""
+
+    KIND: ClassVar[int] = 14
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Measure your own memory and answer with Measured."""
 
@@ -200,7 +209,7 @@ class Measured:
 
 
 Message = (
-    Settings | Hello | Ready | Begin | Extend | Cancel | Release | Stats | Stop
+    Settings | Hello | Ready | Begin | Extend | Cancel | Release | Borrow | Stats | Stop
     | Stepped | Released | Failed | Measured
 )  # fmt: skip
 

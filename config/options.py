@@ -106,20 +106,26 @@ class Option:
 
 
 # A verb's options are those whose row names it.
-_ENGINE = ("run", "bench", "bench peer")
-_MODEL = (*_ENGINE, "bench start", "perplexity", "pack", "inspect")
+_ENGINE = ("run", "bench peer")
+_STEPS = (*_ENGINE, "bench", "bench shape", "bench workers")
+_MODEL = (*_ENGINE, "bench", "bench start", "bench workers", "perplexity", "pack", "inspect")
+_BENCHES = ("bench", "bench start", "bench peer", "bench shape", "bench workers", "bench coordinator", "bench estimate")
 
 OPTIONS: tuple[Option, ...] = (
     Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
-           _MODEL, short="-m", default_text="none", required=("run", "bench peer", "bench start", "perplexity")),
+           _MODEL, short="-m", default_text="none",
+           required=("run", "bench peer", "bench start", "bench workers", "perplexity")),
     # ---- the engine: fields of EngineConfig ----
     Option("workers", Integer(1, 4096), None, "Worker processes.",
-           _ENGINE, "engine", default_text="one for each core group"),
+           (*_STEPS, "bench coordinator"), "engine", default_text="one for each core group",
+           verb_help={"bench workers": ("The most worker processes that are tried.", "one for each core group"),
+                      "bench coordinator": ("Make-believe workers.", "192")}),
     Option("cores_per_worker", Integer(1, 4096, "K"), None,
            "Physical cores in each worker's core group, which run a step together.",
-           (*_ENGINE, "perplexity"), "engine", default_text="1",
+           (*_STEPS, "perplexity"), "engine", default_text="1",
            verb_help={"perplexity": ("Physical cores that compute together.", "all")}),
-    Option("max_active", Integer(1, 1024, "B"), 16, "Sequences that a worker steps together.", _ENGINE, "engine"),
+    Option("max_active", Integer(1, 1024, "B"), 16, "Sequences that a worker steps together.",
+           (*_ENGINE, "bench workers", "bench coordinator"), "engine"),
     Option("ctx", Integer(2, 1 << 30, "T"), None,
            "Longest request, prompt and completion together, in tokens.", (*_ENGINE, "perplexity"), "engine",
            default_text="the model's context length, at most 4096",
@@ -128,13 +134,16 @@ OPTIONS: tuple[Option, ...] = (
            _ENGINE, "engine", default_text="room for all active sequences, at most half of the memory left"),
     Option("kv", Choice(("f16", "q8")), "f16",
            "Type of the KV cache: f16, or q8, which takes half the memory and computes on 8-bit integers.",
-           (*_ENGINE, "perplexity"), "engine"),
+           (*_STEPS, "perplexity"), "engine"),
     Option("seed", Integer(-(2**63), 2**63 - 1, "S"), 0,
            "Seed of the run, from which rows without a seed draw theirs.", ("run",), "engine"),
     Option("prefix_cache", Flag(), True, "Share the computed prefixes of prompts.", _ENGINE, "engine"),
+    Option("lending", Flag(), True,
+           "Workers with nothing to run lend their cores to others, where measuring says that it is faster.",
+           _ENGINE, "engine"),
     Option("step_tokens", Integer(1, 8192), 128,
            "Tokens of one step, which is also the longest piece of a prompt computed at once.",
-           (*_ENGINE, "perplexity"), "engine"),
+           (*_STEPS, "perplexity"), "engine"),
     Option("profile", Flag(), False, "Time each operation and print the table.", ("run",), "engine"),
     Option("stuck_after", Number(1, 86400, "SECONDS"), 10.0,
            "Kill a worker that has work but completes no operation for this long; its rows go on elsewhere.",
@@ -156,8 +165,11 @@ OPTIONS: tuple[Option, ...] = (
            ("run",), "sampling", default_text="none"),
     # ---- commands ----
     Option("output", Text("OUT"), None, "File of results, one JSON object a line; an earlier run's is resumed.",
-           ("run", "pack"), short="-o", default_text="none", required=("run",), spoken_only=("pack",),
-           verb_help={"pack": ("File to write the packed model to; on the command line only.", "a file in the cache")}),
+           ("run", "pack", "bench shape", "bench draw"), short="-o", default_text="none",
+           required=("run", "bench draw"), spoken_only=("pack", "bench shape", "bench draw"),
+           verb_help={"pack": ("File to write the packed model to; on the command line only.", "a file in the cache"),
+                      "bench shape": ("Only write the GGUF file, measure nothing; on the command line only.", "none"),
+                      "bench draw": ("SVG file to write; on the command line only.", "none")}),
     Option("errors", Text("FILE"), None, "File for rows that failed.",
            ("run",), default_text="OUT with .jsonl replaced by .errors.jsonl"),
     Option("retry_errors", Flag(), False, "Run the rows again that failed in an earlier run.", ("run",)),
@@ -190,17 +202,23 @@ OPTIONS: tuple[Option, ...] = (
            "Write the logits of all tokens to this file: float32 [tokens][vocabulary], for numpy.load.",
            ("perplexity",), default_text="none"),
     Option("json", Flag(), False, "Print one JSON object instead of a text for people.",
-           ("doctor", "bench", "bench start", "bench peer", "inspect", "cache ls", "perplexity")),
+           ("doctor", *_BENCHES, "inspect", "cache ls", "perplexity", "top"),
+           verb_help={"top": ("Print one JSON object per look instead of a table.", "no")}),
+    Option("once", Flag(), False, "Print one table and leave; so it is without a terminal.", ("top",)),
+    Option("interval", Number(0.1, 3600, "SECONDS"), 1.0, "Time between looks.", ("top",)),
+    Option("svg", Text("FILE"), None, "Write the table to this file as a picture; implies --once.",
+           ("top",), default_text="none"),
     Option("layout", Flag(), False, "Show how each tensor's shape maps from the file to panels.", ("inspect",)),
     Option("verify", Flag(), False, "Read the whole pack and compare all checksums.", ("pack",)),
     Option("everything", Flag(), False, "Remove all packs, and fetched models too.", ("cache prune",)),
     Option("unused_days", Integer(0, 36500, "DAYS"), None, "Also remove packs that nothing has read for this long.",
            ("cache prune",), default_text="none"),
     Option("dry_run", Flag(), False, "Only say what would be removed.", ("cache prune",)),
-    Option("quick", Flag(), False, "Fewer sizes and shorter runs: a first look in under a minute.", ("bench",)),
+    Option("quick", Flag(), False, "Fewer sizes and shorter runs: a first look in under a minute.",
+           ("bench", "bench shape")),
     Option("roofline", Flag(), False, "Only the machine's ceilings; needs no model.", ("bench",)),
     Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.",
-           ("bench", "bench start", "bench peer")),
+           ("bench", "bench start", "bench peer", "bench shape", "bench workers")),
     Option("concurrency", Integer(1, 4096), 16,
            "Requests open at the peer's server at a time.", ("bench peer",)),
     Option("peer_program", Text("PROGRAM"), None,
@@ -214,8 +232,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("warm_prefix", Flag(), False,
            "openvino and vllm with strong settings: answer the first row alone, then the others, which find what they "
            "share with it computed.", ("bench peer",)),
+    Option("weights", Choice(("f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")), "q4_k",
+           "Format of the random weights.", ("bench shape",)),
+    Option("step_seconds", Number(0, 60, "SECONDS"), 0.0,
+           "How long a make-believe step takes; 0: as fast as the coordinator goes.", ("bench coordinator",)),
     Option("config", Text("FILE"), None, "TOML file with options.",
-           (*_MODEL, "cache ls", "cache prune", "doctor"), default_text="none", in_files=False),
+           (*_MODEL, "bench shape", "bench coordinator", "bench estimate", "bench draw", "cache ls", "cache prune",
+            "doctor", "top"), default_text="none", in_files=False),
 )  # fmt: skip
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}

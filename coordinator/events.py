@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coremill.config.messages import Begin, Cancel, Extend, Failed, Ready, Release, Released, Stepped, Stop
+from coremill.config.messages import Begin, Borrow, Cancel, Extend, Failed, Ready, Release, Released, Stepped, Stop
 from coremill.config.request import SequenceRequest, SequenceResult
 
 # ---- events ----
@@ -102,7 +102,7 @@ class WorkerStopped:
 @dataclass(frozen=True, slots=True)
 class Send:
     worker: int
-    message: Begin | Extend | Cancel | Release | Stop
+    message: Begin | Extend | Cancel | Release | Borrow | Stop
 
 
 @dataclass(frozen=True, slots=True)

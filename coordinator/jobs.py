@@ -142,7 +142,12 @@ class Slot:
     @property
     def load(self) -> tuple[int, int, int]:
         """Order in which workers get work: fewest sequences, then least work left."""
-        return (len(self.leases), sum(lease.sequence.work_left for lease in self.leases.values()), self.index)
+        return (len(self.leases), self.work_left, self.index)
+
+    @property
+    def work_left(self) -> int:
+        """Tokens still to compute, at most."""
+        return sum(lease.sequence.work_left for lease in self.leases.values())
 
     @property
     def has_suspect(self) -> bool:

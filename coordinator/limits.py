@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from coremill.config.errors import RequestError
 from coremill.config.joboptions import MAX_PRIORITY
 from coremill.config.request import SequenceRequest
+from coremill.config.topology import CoreGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class Limits:
     look_ahead: a block table is this much longer than its tokens, so that a worker never waits for Extend.
     urgent: with less room than this, and no free block, somebody must give way.
     prefix_cache: sequences share what they begin with.
+    groups: the cores of each worker, which it lends while it has nothing to run; empty when nobody lends.
     """
 
     num_workers: int
@@ -28,6 +30,7 @@ class Limits:
     look_ahead: int = 32
     urgent: int = 8
     prefix_cache: bool = True
+    groups: tuple[CoreGroup, ...] = ()
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

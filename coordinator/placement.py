@@ -5,7 +5,7 @@ When blocks are short      cached ones go first; then a sequence that is paused 
                            entitled one that runs is paused
 When priorities differ     only the highest of them runs; who has less is paused and keeps its blocks
 When a worker has room     the next of the line, if it fits; what another is just computing is waited for
-When a worker idles        it gets half of what the busiest has more
+When a worker idles        it gets half of what the busiest has more; with nothing to get it lends its cores
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from coremill.config.messages import Begin, Extend, Release, Stop
 from coremill.coordinator.events import Instruction, Send
 from coremill.coordinator.jobs import Lease, Sequence, Slot, WaitingLine
+from coremill.coordinator.lending import Loans
 from coremill.coordinator.limits import Limits
 from coremill.coordinator.prefix import Match
 from coremill.coordinator.tables import Table, Tables
@@ -32,6 +33,7 @@ class Placement:
         self.limits = limits
         self.stop_ids = tuple(stop_ids)
         self.tables = Tables(limits.num_blocks, limits.prefix_cache)
+        self.loans = Loans(limits.groups)
         self.slots = [Slot(index) for index in range(limits.num_workers)]
         self.waiting = WaitingLine()
         self.suspects = WaitingLine()
@@ -63,6 +65,7 @@ class Placement:
         for slot in self.slots:
             if slot.state == "draining":
                 self._drain(slot)
+        self._out += self.loans.settle(self.slots, more=not self._num_closing)
 
     # ---- blocks for those who run ----
 

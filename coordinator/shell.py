@@ -108,6 +108,7 @@ class Shell:
             max_length=self._storage.max_length,
             vocab_size=self._storage.pack.spec.vocab_size,
             prefix_cache=self.config.prefix_cache,
+            groups=tuple(self.pool.groups) if self.config.lending else (),
         )
 
     @property

@@ -83,6 +83,7 @@ class Places:
             "decode_tokens": counts["decode_tokens"],
             "steps": steps,
             "busy_seconds": counts["busy_ns"] * 1e-9,
+            "borrowed_steps": counts["borrowed_steps"],
             "mean_batch": counts["step_sequences"] / steps if steps else 0.0,
             "mean_rows": counts["step_rows"] / steps if steps else 0.0,
             "scratch_bytes": ready.scratch_bytes if ready else None,

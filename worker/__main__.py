@@ -119,6 +119,7 @@ def _make_loop(channel, model, token_bytes, settings, counters):
         model,
         token_bytes,
         step_tokens=settings.step_tokens,
+        num_threads=len(settings.cores),
         counters=counters,
         measure=lambda: measure_memory(os.path.realpath(settings.pack), ARENA_NAME),
     )

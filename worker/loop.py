@@ -12,8 +12,10 @@ from dataclasses import astuple
 from typing import Protocol
 
 from coremill.config.counters import CounterPage
+from coremill.config.errors import EngineError
 from coremill.config.messages import (
     Begin,
+    Borrow,
     Cancel,
     Extend,
     Failed,
@@ -28,6 +30,7 @@ from coremill.config.messages import (
 )
 from coremill.config.smaps import Memory
 from coremill.worker.batch import StepBatch, StepOutput
+from coremill.worker.borrowing import Borrowing
 from coremill.worker.sequences import Sequence, plan_step
 
 
@@ -43,6 +46,7 @@ class Model(Protocol):
     def new_batch(self) -> StepBatch: ...
     def step(self, batch: StepBatch) -> list[StepOutput]: ...
     def copy_block(self, source: int, target: int, num_tokens: int) -> None: ...
+    def borrow(self, cores: SequenceOf[int]) -> None: ...
     def profile(self) -> SequenceOf[tuple[str, str, int, float]]: ...
 
 
@@ -52,6 +56,7 @@ class WorkerLoop:
     Args:
         token_bytes: bytes of each token id, b"" for those that are not shown.
         step_tokens: rows of a step and longest prefill chunk.
+        num_threads: of a step, without borrowed cores.
         counters: this worker's page.
         measure: this process' memory.
     """
@@ -63,6 +68,7 @@ class WorkerLoop:
         token_bytes: SequenceOf[bytes],
         *,
         step_tokens: int,
+        num_threads: int = 1,
         counters: CounterPage,
         measure,
     ) -> None:
@@ -74,6 +80,8 @@ class WorkerLoop:
         self.counters = counters
         self.measure = measure
         self.sequences: dict[int, Sequence] = {}  # by lease, oldest first
+        self.borrowing = Borrowing(num_threads)
+        self._borrowed: tuple[int, ...] = ()  # the cores that the model uses beside its own
         self._newest = 0
 
     def run(self) -> None:
@@ -110,6 +118,8 @@ class WorkerLoop:
                 if sequence is not None:
                     del self.sequences[message.lease]
                     self.channel.send(Released(message.lease, sequence.computed))
+            case Borrow():
+                self.borrowing.offer(message.cores)
             case Stats():
                 memory: Memory = self.measure()
                 profile = tuple(map(tuple, self.model.profile()))
@@ -134,11 +144,23 @@ class WorkerLoop:
             end = sequence.computed + count
             sample = sequence.sample if end == len(sequence.tokens) else None
             batch.add(sequence.tokens[sequence.computed : end], sequence.computed, sequence.blocks, sample)
+        num_rows = sum(count for _, count in plan)
+        self._borrow(self.borrowing.choose(num_rows))
         begun = time.monotonic_ns()
         outputs = self.model.step(batch)
         spent = time.monotonic_ns() - begun
+        self.borrowing.observe(num_rows, len(self._borrowed), spent * 1e-9)
         self._report(plan, outputs, spent)
         counters["alone_lease"] = 0
+
+    def _borrow(self, cores: tuple[int, ...]) -> None:
+        if cores != self._borrowed:
+            try:
+                self.model.borrow(cores)
+                self._borrowed = cores
+            except EngineError:  # refused by the kernel: it goes without until others are lent
+                self._borrowed = ()
+                self.borrowing.offer(())
 
     def _report(self, plan: list[tuple[Sequence, int]], outputs: list[StepOutput], spent_ns: int) -> None:
         prefilled, tokens, finished, failed = [], [], [], []
@@ -173,6 +195,7 @@ class WorkerLoop:
     def _count(self, rows: int, sequences: int, prefill_rows: int, chosen: int, positions: int, spent_ns: int) -> None:
         counters = self.counters
         counters["steps"] += 1
+        counters["borrowed_steps"] += bool(self._borrowed)
         counters["step_rows"] += rows
         counters["step_sequences"] += sequences
         counters["prefill_tokens"] += prefill_rows

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _READERS = {".gz": "zcat", ".zst": "zstdcat"}
 # What concerns the run as a whole, not what becomes of a row.
-_OF_THE_RUN = {"workers", "max_active", "arena", "profile", "prefix_cache", "stuck_after"}
+_OF_THE_RUN = {"workers", "max_active", "arena", "profile", "prefix_cache", "lending", "stuck_after"}
 _OF_ROWS = ("any_model", "chat", "system", "chat_template")
 
 

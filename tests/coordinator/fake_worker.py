@@ -38,6 +38,9 @@ class FakeModel:
     def profile(self):
         return [("all", "fake", self.counters["steps"], 0.0)]
 
+    def borrow(self, cores):
+        pass
+
     def step(self, batch):
         time.sleep(self.seconds)
         outputs = []

@@ -7,6 +7,7 @@ import pytest
 
 from coremill.config.messages import (
     Begin,
+    Borrow,
     Cancel,
     Extend,
     Failed,
@@ -32,6 +33,7 @@ EXAMPLES = [
     Extend(1, (6,)),
     Cancel(3),
     Release(4),
+    Borrow((3, 2, 5)),
     Stats(5),
     Stop(),
     Stepped(((1, 64),), ((2, 7, b"\xe2\x82"),), ((2, "stop"),), 65, 2, 0.01),
