@@ -1,10 +1,10 @@
-"""Rows on their way through the text service: submitted as batches, sent as chunks."""
+"""Rows on their way through the text service: submitted as batches, sent as chunks, which small batches share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from coremill.config.errors import RequestError
 from coremill.coordinator.text import wire
@@ -32,25 +32,43 @@ class Batch:
             self.future.set_result(self.results)
 
 
+class ChunkRow(NamedTuple):
+    """A packed row, and where in which batch its answer goes."""
+
+    batch: Batch
+    position: int
+    data: bytes
+
+
 class Chunk:
-    """Rows that travel together: (position in the batch, packed row)."""
+    """Rows that travel together. alone: one row that shares its way with nobody, as the helper may die of it."""
 
-    __slots__ = ("batch", "kills", "kind", "num_bytes", "number", "rows")
+    __slots__ = ("alone", "kills", "kind", "num_bytes", "number", "rows")
 
-    def __init__(self, batch: Batch, kind: wire.Kind, rows: list[tuple[int, bytes]]) -> None:
-        self.batch, self.kind, self.rows = batch, kind, rows
-        self.num_bytes = sum(len(data) for _, data in rows)
+    def __init__(self, kind: wire.Kind, rows: list[ChunkRow], alone: bool = False) -> None:
+        self.kind, self.rows, self.alone = kind, rows, alone
+        self.num_bytes = sum(len(row.data) for row in rows)
         self.number = 0
         self.kills = 0
 
     def singles(self) -> list[Chunk]:
-        return [Chunk(self.batch, self.kind, [row]) for row in self.rows]
+        return [Chunk(self.kind, [row], alone=True) for row in self.rows]
+
+    def absorb(self, other: Chunk) -> bool:
+        """Take the rows of the chunk behind this one along, if all of them may travel together."""
+        if self.alone or other.alone or other.kind != self.kind:
+            return False
+        if len(self.rows) + len(other.rows) > _CHUNK_ROWS or self.num_bytes + other.num_bytes > _CHUNK_BYTES:
+            return False
+        self.rows += other.rows
+        self.num_bytes += other.num_bytes
+        return True
 
 
 def make_chunks(requests: Sequence[TextRequest], kind: wire.Kind) -> tuple[Batch, list[Chunk]]:
     """Pack requests for the helper. A request that cannot be sent has its answer already."""
     batch, chunks = Batch(len(requests)), []
-    rows: list[tuple[int, bytes]] = []
+    rows: list[ChunkRow] = []
     num_bytes = 0
     for position, request in enumerate(requests):
         try:
@@ -59,10 +77,10 @@ def make_chunks(requests: Sequence[TextRequest], kind: wire.Kind) -> tuple[Batch
             batch.answer(position, error)
             continue
         if rows and (len(rows) == _CHUNK_ROWS or num_bytes + len(data) > _CHUNK_BYTES):
-            chunks.append(Chunk(batch, kind, rows))
+            chunks.append(Chunk(kind, rows))
             rows, num_bytes = [], 0
-        rows.append((position, data))
+        rows.append(ChunkRow(batch, position, data))
         num_bytes += len(data)
     if rows:
-        chunks.append(Chunk(batch, kind, rows))
+        chunks.append(Chunk(kind, rows))
     return batch, chunks

@@ -255,9 +255,11 @@ class TextService:
         while self._waiting and len(self._away) < _MAX_CHUNKS_AWAY and (not self._away or away_bytes < _MAX_BYTES_AWAY):
             with self._lock:
                 chunk = self._waiting.popleft()
+                while self._waiting and chunk.absorb(self._waiting[0]):
+                    self._waiting.popleft()
             self._num_jobs += 1
             chunk.number = self._num_jobs
-            helper.send(wire.pack_job(chunk.number, chunk.kind, [data for _, data in chunk.rows]))
+            helper.send(wire.pack_job(chunk.number, chunk.kind, [row.data for row in chunk.rows]))
             if not self._away:
                 self._set_deadline()
             self._away.append(chunk)
@@ -279,8 +281,8 @@ class TextService:
             chunk = self._away.popleft()
             if chunk.number != value[0]:
                 raise EngineError(f"the text helper answered job {value[0]} instead of {chunk.number}")
-            for (row, _), answer in zip(chunk.rows, value[1], strict=True):
-                chunk.batch.answer(row, wire.unpack_answer(answer))
+            for row, answer in zip(chunk.rows, value[1], strict=True):
+                row.batch.answer(row.position, wire.unpack_answer(answer))
             self._num_answered += 1
             self._set_deadline()
 
@@ -307,12 +309,14 @@ class TextService:
         if len(chunk.rows) > 1:
             return chunk.singles()
         chunk.kills += 1
+        chunk.alone = True
         if death.cause in ("outside", "silence") and chunk.kills < _KILLS_BEFORE_CHARGED:
             return [chunk]
         # Memory that earlier rows left in pieces is not this row's fault.
         if death.cause == "memory" and was_used and chunk.kills == 1:
             return [chunk]
-        chunk.batch.answer(chunk.rows[0][0], self._error_of(death))
+        row = chunk.rows[0]
+        row.batch.answer(row.position, self._error_of(death))
         return []
 
     def _error_of(self, death: Death) -> RequestError:
@@ -339,7 +343,7 @@ class TextService:
             error = self._failure or EngineClosedError("the text service was closed")
             self._ended = True
             os.close(self._wake)
-        for future in {chunk.batch.future for chunk in left}:
+        for future in {row.batch.future for chunk in left for row in chunk.rows}:
             if not future.done():
                 future.set_exception(error)
         self._loaded.set()

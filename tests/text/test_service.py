@@ -158,7 +158,7 @@ def test_a_row_that_is_killed_again_and_again_is_given_up(smollm2_description):
         while not future.done():
             pid = service.pid
             if pid is not None and pid not in killed and service.num_restarts == len(killed):
-                time.sleep(0.4)
+                wait_until(lambda: service._away or future.done())  # it has begun with a row
                 killed.add(pid)
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
@@ -307,3 +307,32 @@ if os.fork() == 0:
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+def test_small_requests_share_their_way_and_one_that_kills_is_charged_alone(service):
+    requests = [TextRequest(prompt=f"{n} {'x' * (n % 50)}") for n in range(200)]
+    expected = service.prepare(requests)
+    jobs_before = service._num_jobs
+    with stopped(service):  # what is submitted meanwhile waits together
+        futures = [service.submit([request]) for request in requests]
+        counted = service.submit([HELLO], "count")
+        rendered = service.submit([chat("<{{ messages[0].content }}>"), chat("{{ raise_exception('no') }}")], "render")
+        deadly = service.submit([chat(ENDLESS)])
+        more = [service.submit([request]) for request in requests[:20]]
+    assert [Prepared(answer) for future in futures for answer in future.result(60)] == expected
+    assert counted.result(60) == [2]
+    text, refused = rendered.result(60)
+    assert text == "<Hi>" and refused.code == "template_error"
+    assert [answer.code for answer in deadly.result(60)] == ["text_time_limit"]
+    assert [Prepared(answer) for future in more for answer in future.result(60)] == expected[:20]
+    assert service._num_jobs - jobs_before < len(requests)
+
+
+@contextlib.contextmanager
+def stopped(service):
+    service.count([HELLO])  # it runs
+    os.kill(service.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(service.pid, signal.SIGCONT)
