@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coremill.config.errors import RequestError
+from coremill.config.errors import RequestError, RunError
 from coremill.config.request import (
     GenerationRequest,
     SamplingParams,
@@ -92,9 +92,10 @@ class FirstRow:
 
 @dataclass(slots=True)
 class InputEnd:
-    """Every line has been read; num_rows of them get a line in this run."""
+    """There are no more lines; num_rows of those read get a line in this run. error: the input breaks off here."""
 
     num_rows: int
+    error: RunError | None = None
 
 
 @dataclass(slots=True)
@@ -240,6 +241,15 @@ class Feeder:
             self._post(Broke(error))
 
     def _read(self) -> None:
+        error = None
+        try:
+            self._admit_all()
+        except RunError as found:  # what is in front of it can be run
+            error = found
+        self._rows.put(None)
+        self._post(InputEnd(self._intake.num_admitted, error))
+
+    def _admit_all(self) -> None:
         for line in self._lines:
             cost = len(line.data)
             if not self._window.acquire(cost):
@@ -251,8 +261,6 @@ class Feeder:
                 self._post(Finished(admitted[0], error=admitted[1]))
             else:
                 self._rows.put(admitted)  # type: ignore[arg-type]
-        self._rows.put(None)
-        self._post(InputEnd(self._intake.num_admitted))
 
     def _prepare_all(self) -> None:
         ended = False

@@ -13,10 +13,8 @@ A first line that begins a JSON array or looks like the head of a CSV table is r
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -119,9 +117,8 @@ class LineReader:
                 self._source.check_length()
             if not line:
                 return None
-            self.num_lines += 1
             self._consumed += len(line)
-            if self.num_lines == 1:
+            if not self.num_lines:
                 line = self._without_bom(line)
             excess = 0
             if len(line) == limit + 2 and not line.endswith(b"\n"):
@@ -134,12 +131,10 @@ class LineReader:
             # A CR before the LF belongs to the line's end.
             content = line[:-1] if line.endswith(b"\n") else line
             content = content[:-1] if content.endswith(b"\r") else content
+            self.num_lines += 1
             return self.num_lines, content, max(excess, len(content) - limit)
-        except (EOFError, gzip.BadGzipFile, zlib.error, OSError) as error:
-            raise RunError(
-                f"{self._source.name}: reading failed after line {self.num_lines}: {error}; "
-                "rows before it are done or will be by the next run of this command"
-            ) from error
+        except (EOFError, OSError) as error:
+            raise RunError(f"{self._source.name}: reading failed after line {self.num_lines}: {error}") from error
 
     def _without_bom(self, line: bytes) -> bytes:
         if line.startswith(_UTF16_BOMS):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coremill.config.errors import EngineError, RequestError
+from coremill.config.errors import EngineError, RequestError, RunError
 from coremill.coordinator.batch.feeder import (
     Broke,
     Feeder,
@@ -143,6 +143,7 @@ class Runner:
         self._progress = Progress()
         self._outcome = Outcome(self._progress)
         self._expected: int | None = None
+        self._input_error: RunError | None = None
         self._num_finished = 0
 
     def run(self) -> Outcome:
@@ -160,6 +161,8 @@ class Runner:
                 self._feeder.start()
                 self._loop()
                 self._count()
+                if self._input_error is not None and self._outcome.stopped is None:
+                    raise RunError(f"{self._input_error}; the rows before it are done") from self._input_error
         finally:
             self._window.close()
             self._interrupt_input()
@@ -193,8 +196,8 @@ class Runner:
                 match mail:
                     case Finished():
                         finished.append(mail)
-                    case InputEnd(num_rows):
-                        self._expected = num_rows
+                    case InputEnd(num_rows, error):
+                        self._expected, self._input_error = num_rows, error
                     case Plan():
                         self._outcome.plan = mail
                         self._count()

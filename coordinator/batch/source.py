@@ -7,14 +7,13 @@ ends early.
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import select
 import stat
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from coremill.config.errors import RunError
 
@@ -48,11 +47,7 @@ class Source:
             if found:
                 raise RunError(f"{self.name} is {_COMPRESSED[found][0]}: its name must end in {found}")
             raise RunError(f"{self.name} is not {_COMPRESSED[self._packing][0]}, as its name says")
-        if found == ".gz":
-            return io.BufferedReader(gzip.GzipFile(fileobj=buffered), 1 << 18)  # type: ignore[arg-type]
-        if found == ".zst":
-            return io.BufferedReader(ZstdReader(buffered), 1 << 18)
-        return buffered
+        return io.BufferedReader(UnpackingReader(buffered, found), 1 << 18) if found else buffered
 
     @property
     def is_terminal(self) -> bool:
@@ -138,33 +133,44 @@ class PipeReader(io.RawIOBase):
             os.close(self._wake)
 
 
-class ZstdReader(io.RawIOBase):
-    """Content of a Zstandard file of one or more frames.
+class UnpackingReader(io.RawIOBase):
+    """Content of a compressed file of one or more members (gzip) or frames (Zstandard).
 
-    zstandard's own stream reader takes a file cut short for a complete one. Input goes in by small pieces
-    because a few bytes may decompress to 128 KiB.
+    Everything that could be decompressed is given before EOFError says what is missing: rows in front of the damage
+    can be run. Python's gzip would keep some of it for itself, zstandard takes a file cut short for a complete one.
+    Input goes in by small pieces because a few bytes may decompress to 128 KiB.
     """
 
     PIECE = 1024
 
-    def __init__(self, source: BinaryIO) -> None:
-        import zstandard
-
+    def __init__(self, source: BinaryIO, suffix: str) -> None:
         self._source = source
-        self._error = zstandard.ZstdError
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-        self._frame = None
+        self._kind = _COMPRESSED[suffix][0]
+        if suffix == ".gz":
+            import zlib
+
+            self._error, self._padding = zlib.error, b"\0"
+            self._open_member = lambda: zlib.decompressobj(wbits=31)
+        else:
+            import zstandard
+
+            self._error, self._padding = zstandard.ZstdError, b""
+            self._open_member = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
+        self._member: Any = None
         self._ready = memoryview(b"")
+        self._failure: EOFError | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self._ready:
+            if self._failure is not None:
+                raise self._failure
             piece = self._source.read(self.PIECE)
             if not piece:
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a Zstandard frame")
+                if self._member is not None:
+                    raise EOFError(f"the {self._kind} data ends too early")
                 return 0
             self._ready = memoryview(self._decompress(piece))
         num = min(len(buffer), len(self._ready))
@@ -176,12 +182,15 @@ class ZstdReader(io.RawIOBase):
         made = []
         try:
             while piece:
-                if self._frame is None:
-                    self._frame = self._decompressor.decompressobj()
-                made.append(self._frame.decompress(piece))
-                if not self._frame.eof:
+                if self._member is None:
+                    piece = piece.lstrip(self._padding) if self._padding else piece
+                    if not piece:
+                        break
+                    self._member = self._open_member()
+                made.append(self._member.decompress(piece))
+                if not self._member.eof:
                     break
-                piece, self._frame = self._frame.unused_data, None
+                piece, self._member = self._member.unused_data, None
         except self._error as error:
-            raise EOFError(f"damaged Zstandard data: {error}") from None
+            self._failure = EOFError(f"damaged {self._kind} data: {error}")
         return b"".join(made)

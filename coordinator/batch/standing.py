@@ -7,7 +7,7 @@ what has changed further on is reported at the end of the run.
 
 from __future__ import annotations
 
-from coremill.config.errors import ResumeRefusedError
+from coremill.config.errors import ResumeRefusedError, RunError
 from coremill.config.printable import shortened
 from coremill.coordinator.batch.feeder import Intake, Rules
 from coremill.coordinator.batch.plan import count_of
@@ -31,21 +31,26 @@ def check_input(
 
     Raises:
         ResumeRefusedError: rows have changed since they were finished, or none of the finished rows is here.
+        RunError: the input breaks off, and all rows before that are finished.
     """
     finished = IN_RESULTS if retry else IN_RESULTS | IN_ERRORS
     num_finished = table.count(IN_RESULTS) + (0 if retry else table.count(IN_ERRORS))
     intake = Intake(table, rules, format == "text", finished=finished, keep=keep)
-    source = open_source(path)
+    source, broken = open_source(path), None
     try:
         for line in LineReader(source, format):  # type: ignore[arg-type]
             intake.admit(line, 0)
             if intake.num_read >= MAX_LINES and intake.num_admitted and intake.num_skipped:
                 break
+    except RunError as error:  # rows in front of it may have to run
+        broken = error
     finally:
         source.close()
         table.clear_flag(SEEN)
     if intake.num_changed and not keep_changed:
         raise ResumeRefusedError(_changed_text(intake, path, out))
+    if broken is not None and not intake.num_admitted:
+        raise broken
     if num_finished and not intake.num_skipped:
         raise ResumeRefusedError(
             f"{out} has {count_of(num_finished, 'finished row')}, of which {path} has none: choose another -o for it"

@@ -1,9 +1,11 @@
 """Files as people have them: every byte sequence becomes rows, error rows, or one clear error."""
 
 import gzip
+import hashlib
 import json
 import os
 import threading
+import zlib
 
 import pytest
 import zstandard
@@ -112,6 +114,34 @@ def test_damaged_compressed_files_are_errors(read, name):
             read(packed[:cut], name)
     with pytest.raises(RunError):
         read(packed[:20] + bytes(20) + packed[40:], name)
+
+
+@pytest.mark.parametrize("name", ["in.txt.gz", "in.txt.zst"])
+def test_all_whole_lines_before_the_damage_are_rows(tmp_path, name):
+    pack = gzip.compress if name.endswith("gz") else zstandard.compress
+    texts = [hashlib.sha256(b"%d" % i).hexdigest().encode() for i in range(20_000)]
+    packed = pack(b"\n".join(texts))
+    unpacker = zlib.decompressobj(wbits=31) if name.endswith("gz") else zstandard.ZstdDecompressor().decompressobj()
+    cut = packed[: len(packed) // 2]
+    whole = unpacker.decompress(cut).split(b"\n")[:-1]
+    assert 5000 < len(whole) < 15_000
+    damaged = cut + b"\xff" * 2000 + packed[len(cut) + 2000 :]
+    for content, least in ((cut, len(whole)), (damaged, len(whole) // 2)):
+        (tmp_path / name).write_bytes(content)
+        source, lines = open_source(str(tmp_path / name)), []
+        with pytest.raises(RunError, match="reading failed after line") as caught:
+            for line in LineReader(source):
+                lines.append(line.data)
+        source.close()
+        assert len(lines) >= least and lines[: len(whole)] == texts[: len(lines)][: len(whole)]
+        # What damage becomes may be lines, and blank ones among them.
+        assert content is damaged or f"after line {len(lines)}: " in str(caught.value)
+
+
+def test_padding_behind_gzip_members_is_no_damage(read):
+    assert len(read(gzip.compress(ROWS) + bytes(3000) + gzip.compress(ROWS) + bytes(10), "in.jsonl.gz")[1]) == 2000
+    with pytest.raises(RunError, match="after line 1000: damaged gzip"):
+        read(gzip.compress(ROWS) + b"rest", "in.jsonl.gz")
 
 
 def test_names_and_content_that_disagree(read):

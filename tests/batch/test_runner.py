@@ -1,6 +1,13 @@
 """Whole runs: every row once, in the right file, with the right numbers."""
 
+import gzip
 import json
+import random
+import zlib
+
+import pytest
+
+from coremill.config.errors import RunError
 
 
 def prompts(num, **extra):
@@ -153,6 +160,21 @@ def test_plain_text_as_chats(batch):
     roles = [(message["role"], message["content"]) for message in request.messages]
     assert roles == [("system", "Be brief."), ("user", "Hello")]
     assert batch.results()[0]["response"]["body"]["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_rows_in_front_of_a_broken_end_are_run_before_it_is_an_error(batch, in_order):
+    rows = [{"custom_id": f"row-{i}", "prompt": f"prompt {random.Random(i).random()}"} for i in range(2000)]
+    packed = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    whole = zlib.decompressobj(wbits=31).decompress(packed[: len(packed) // 2]).count(b"\n")
+    batch.write(packed[: len(packed) // 2], "in.jsonl.gz")
+    for _ in range(2):
+        with pytest.raises(RunError, match=f"after line {whole}: .*; the rows before it are done"):
+            batch.run(input=batch.folder / "in.jsonl.gz", in_order=in_order)
+        assert set(batch.answers()) == {f"row-{i}" for i in range(whole)} and not batch.errors.exists()
+    batch.write(packed, "in.jsonl.gz")
+    batch.run(input=batch.folder / "in.jsonl.gz", in_order=in_order)
+    assert len(batch.answers()) == len(rows)
 
 
 def test_an_empty_input_is_a_run_of_no_rows(batch):

@@ -1,8 +1,10 @@
 """Before a resume: what is refused, and when there is nothing to do."""
 
+import gzip
+
 import pytest
 
-from coremill.config.errors import ResumeRefusedError
+from coremill.config.errors import ResumeRefusedError, RunError
 from coremill.config.request import SamplingParams
 from coremill.coordinator.batch import standing
 from coremill.coordinator.batch.feeder import Rules
@@ -84,6 +86,19 @@ def test_another_input_is_refused(batch, check):
     batch.run()
     batch.write([{"custom_id": "a", "prompt": "x"}], "other.jsonl")
     assert check(path=other, retry=True) is None
+
+
+def test_an_input_that_breaks_off_is_run_as_far_as_it_goes(batch, check):
+    path = batch.folder / "in.jsonl.gz"
+    batch.write(
+        gzip.compress(b"".join(b'{"custom_id": "row-%d", "prompt": "x"}\n' % i for i in range(3)))[:-4], path.name
+    )
+    with pytest.raises(RunError, match="after line 3"):
+        batch.run(input=path)
+    with pytest.raises(RunError, match="after line 3: the gzip data ends too early"):
+        check(path=path)
+    batch.out.write_bytes(batch.out.read_bytes().splitlines(keepends=True)[0])
+    assert check(path=path) is None
 
 
 def test_a_long_input_is_not_read_to_its_end(batch, check, monkeypatch):
