@@ -90,6 +90,7 @@ def _run(input: str, settings: Settings, reporter: PlainReporter) -> int:
         model=settings.require("model"),
         engine=EngineConfig.from_settings(settings),
         defaults=SamplingParams(**settings.of_group("sampling")),
+        chat_given=settings.given("chat"),
         **{name: settings[name] for name in _BATCH_OPTIONS},
     )
     try:

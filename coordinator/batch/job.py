@@ -57,7 +57,7 @@ _SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """Options of `coremill run`, under their own names."""
+    """Options of `coremill run`, under their own names. chat_given: somebody has said --chat or --no-chat."""
 
     input: str
     output: str
@@ -72,6 +72,7 @@ class BatchOptions:
     stats: str | None = None
     any_model: bool = False
     chat: bool = False
+    chat_given: bool = False
     system: str | None = None
     chat_template: str | None = None
     keep_changed: bool = False
@@ -121,7 +122,8 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
             groups = discover(workers=options.engine.workers, cores_per_worker=options.engine.cores_per_worker)
             engine, prepare = _start(stack, options, pack, files.started, groups, reporter, template)
             startup_seconds = clock()
-            setting = _setting(pack, engine, groups, ctx)
+            continued = lines.format == "text" and not (rules.chat or options.chat_given) and bool(pack.chat_template)
+            setting = replace(_setting(pack, engine, groups, ctx), continued=continued)
             watch = RunWatch(engine, names[0], options.input, options.output)
             reporter.attach(setting, _format_note(lines), watch)
             _listen(stack, watch, names[0], reporter)

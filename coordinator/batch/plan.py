@@ -47,7 +47,8 @@ class Setting:
     groups: (cores, why) of each worker. memory: (what, bytes). multiplies: per token, of all matrices;
     rate: multiplies per second that all cores together are expected to reach, None when nobody knows;
     arena: bytes of the KV cache; kv_block: (tokens, bytes) of a piece of it, which one row fills.
-    sharing: what rows have in common is computed once (--prefix-cache).
+    sharing: what rows have in common is computed once (--prefix-cache). continued: lines of text are continued, by a
+    model that could answer them, and nobody has said that this is meant.
     """
 
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
@@ -58,6 +59,7 @@ class Setting:
     arena: int = 0
     kv_block: tuple[int, int] = (32, 0)
     sharing: bool = True
+    continued: bool = False
 
 
 class PlanWindow:
@@ -189,6 +191,11 @@ def _warning_lines(plan: Plan, setting: Setting, over: str) -> list[str]:
     from coremill.config.memory import format_size
 
     lines = []
+    if setting.continued:
+        lines.append(
+            "hint: each line is a text that the model continues; --chat makes it a message that it answers (--no-chat "
+            "if you mean to continue)"
+        )
     if plan.num_unfit:
         lines.append(f"warning: {count_of(plan.num_unfit, 'row')} too long for --ctx {setting.ctx:,}{over}")
     if plan.num_unfit_arena:

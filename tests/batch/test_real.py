@@ -212,7 +212,14 @@ def test_text_from_a_pipe_and_model_names(command):
     rows = {row["custom_id"]: row["response"]["body"] for row in map(json.loads, run.out.open())}
     assert set(rows) == {"line-1", "line-3"}
     assert rows["line-1"]["usage"]["completion_tokens"] == 3
-    assert "plain text, one prompt a line" in said
+    assert "plain text, one prompt a line" in said and "hint: each line is a text that the model continues" in said
+
+
+def test_lines_that_are_meant_to_be_continued_get_no_hint(command):
+    run = command()
+    run.input.with_suffix(".txt").write_text("One prompt\n")
+    code, said = run.finish(run.start("--no-chat", "--max-tokens", "1", source=str(run.input.with_suffix(".txt"))))
+    assert code == 0 and "plain text" in said and "hint" not in said
 
 
 def test_models_that_rows_name(command, smollm2_gguf):
@@ -249,6 +256,7 @@ def test_chats_from_plain_text_with_a_template(command, tmp_path):
     code, said = run.finish(run.start(*options, source=source))
     assert code == 0, said
     body = json.loads(run.out.read_text())["response"]["body"]
+    assert "hint" not in said
     assert body["object"] == "chat.completion" and "five" in body["choices"][0]["message"]["content"]
     template.write_text("{{ messages[-1].content }},")
     code, said = run.finish(run.start(*options, source=source))

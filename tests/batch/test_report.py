@@ -122,6 +122,13 @@ def test_plan_lines():
     assert "unknown number" in plan_lines(plan(whole=False), setting, None, 0, "text")[0]
 
 
+def test_plan_says_that_lines_are_continued_and_not_answered():
+    hints = [
+        line for c in (True, False) for line in plan_lines(plan(), Setting(continued=c), 10, 0, "") if "--chat" in line
+    ]
+    assert len(hints) == 1 and hints[0].startswith("hint: each line is a text that the model continues")
+
+
 def test_estimate_scales_with_rows_and_is_silent_without_figures():
     setting = Setting(multiplies=10**6, rate=1e9)
     assert estimate_seconds(plan(), setting, 80) == pytest.approx(10 * estimate_seconds(plan(), setting, 8))
