@@ -1,5 +1,6 @@
 # make demo   from nothing to results: environment, build, model, an example file of prompts
 # make test   what tests need, then all of them: test-suite, test-masked, ctest
+# make test-suite PYTEST_ARGS="tests/batch -k resume"   some of them
 # make dev    editable install for work on coremill; afterwards `make native` rebuilds the C side in seconds
 PYTHON ?= python3
 VENV := .venv
