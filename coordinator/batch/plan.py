@@ -219,11 +219,14 @@ def _group_lines(groups: tuple[tuple[tuple[int, ...], str], ...]) -> list[str]:
     by_why: dict[str, list[tuple[int, ...]]] = {}
     for cores, why in groups:
         by_why.setdefault(why, []).append(cores)
-    return [
-        f"workers: {len(cores)} on cores {', '.join('+'.join(map(str, group)) for group in cores)}"
-        + (f" ({why})" if why else "")
-        for why, cores in by_why.items()
-    ]
+    lines = []
+    for why, cores in by_why.items():
+        if len(cores) > 1:  # "one physical core, NUMA node 0" of each
+            what, comma, rest = why.partition(", ")
+            why = f"{what} each{comma}{rest}" if what else ""
+        line = f"workers: {len(cores)} on cores {', '.join('+'.join(map(str, group)) for group in cores)}"
+        lines.append(f"{line} ({why})" if why else line)
+    return lines
 
 
 def format_seconds(seconds: float) -> str:

@@ -93,7 +93,9 @@ def test_shared_tokens_is_what_a_prefix_tree_saves():
 
 
 def test_plan_lines():
-    setting = Setting(groups=(((0,), "a core"), ((1,), "a core")), memory=(("weights", 1 << 20),), ctx=64)
+    why = "one physical core, NUMA node 0"
+    setting = Setting(groups=(((0,), why), ((1,), why)), memory=(("weights", 1 << 20),), ctx=64)
+    assert f"workers: 1 on cores 0 ({why})" in plan_lines(plan(), replace(setting, groups=(((0,), why),)), 10, 0, "")
     text = "\n".join(plan_lines(plan(), setting, 10, 0, "JSON lines"))
     for part in (
         "10 rows",
@@ -102,7 +104,7 @@ def test_plan_lines():
         "300 prompt tokens",
         "2 rows too long for --ctx 64",
         "weights 1 MiB",
-        "2 on cores 0, 1",
+        "2 on cores 0, 1 (one physical core each, NUMA node 0)",
     ):
         assert part in text
     assert "about" not in text
