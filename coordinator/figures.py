@@ -100,7 +100,7 @@ def _worker(slot: Slot, place: Place, max_rows: int) -> dict[str, Any]:
         "decode_tokens": counts["decode_tokens"],
         "kv_positions": counts["kv_positions"],
         "busy_seconds": counts["busy_ns"] * 1e-9,
-        "blocks": sum(len(lease.table.blocks) for lease in leases),
+        "blocks": len(set().union(*(lease.table.blocks for lease in leases))),
         "prompt_tokens": slot.prompt_tokens,
         "cached_tokens": slot.cached_tokens,
         "rows": _rows(leases[:max_rows]),

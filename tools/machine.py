@@ -193,6 +193,12 @@ class Ceilings:
 
 # Load averages above this share of the cores mean that something else was running.
 _BUSY_SHARE = 0.3
+# Shorter measurements of the memory, in seconds, are for tests.
+_LONG_ENOUGH = 0.2
+
+
+def _busy_load() -> float:
+    return max(0.5, _BUSY_SHARE * (os.cpu_count() or 1))
 
 
 def load_average() -> float:
@@ -203,7 +209,7 @@ def load_average() -> float:
 def disturbances(load: float, ceilings: dict[str, Any]) -> list[str]:
     """What speaks against figures measured now. ceilings: Ceilings.as_dict()."""
     found = []
-    if load > max(0.5, _BUSY_SHARE * (os.cpu_count() or 1)):
+    if load > _busy_load():
         found.append(f"the machine was busy before the measurement (load {load:g}), so that figures are too low")
     one, every = ceilings["read_gb_per_s_one_core"], ceilings["read_gb_per_s_all_cores"]
     if every < 0.95 * one and len(ceilings["cores"]) > 1:
@@ -212,8 +218,14 @@ def disturbances(load: float, ceilings: dict[str, Any]) -> list[str]:
 
 
 def measure_ceilings(groups: Sequence[CoreGroup], *, seconds: float = 0.25, rounds: int = 1) -> Ceilings:
-    """Measures every ceiling `rounds` times, some 5 x `seconds` each, and keeps medians (the best clock)."""
+    """Measures every ceiling `rounds` times, some 5 x `seconds` each, and keeps medians (the best clock).
+
+    What the memory gives is remembered for `coremill top`, when it was measured long enough.
+    """
+    from coremill.coordinator.view.ceiling import measured_now, save_ceiling
     from coremill.native import lib
+
+    busy = load_average() > _busy_load()
 
     files = HostFiles()
     cores = tuple(core for group in groups for core in group.cores)
@@ -229,6 +241,8 @@ def measure_ceilings(groups: Sequence[CoreGroup], *, seconds: float = 0.25, roun
         read_all, huge = bandwidth(cores, num_bytes, seconds)
         taken.append((*one, [e[0] for e in every], [e[1] for e in every], read_one, read_all, huge))
     dot_one, fma_one, clocks, dots, read_one, read_all, huge = zip(*taken, strict=True)
+    if seconds >= _LONG_ENOUGH:
+        save_ceiling(measured_now(median(read_one), median(read_all), len(cores)), disturbed=busy)
     return Ceilings(
         cores=cores,
         isa=isa_facts()["active"],

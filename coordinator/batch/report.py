@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from coremill.config.hostfiles import format_cpu_list
 from coremill.coordinator.batch.plan import Plan, Setting, format_seconds, plan_lines, stats_plan
 from coremill.coordinator.batch.runner import Progress, Reporter
+from coremill.coordinator.view.screen import queue_line, sums_line
 from coremill.coordinator.view.table import Line, cut_line, plain, worker_lines
 
 if TYPE_CHECKING:
@@ -223,11 +224,13 @@ class LiveReporter(PlainReporter):
             return
         view = self._watch.view()
         share = share_done(progress, view["queue"]["seconds_left"])
+        width = max(20, self._console.width)
         lines: list[Line] = [] if share is None else [[(_bar(share), "")]]
-        lines.append([(progress_line(progress, view), "bold yellow" if view["paused"] else "")])
+        lines += [[("paused: coremill top goes on", "bold yellow")]] if view["paused"] else []
+        lines += [queue_line(view, width), sums_line(view, width)]
         # One line less than the terminal has, which would scroll otherwise.
         room = max(1, self._console.height - len(lines) - 4)
-        self._draw([*lines, *worker_lines(view, max(20, self._console.width), most=room)])
+        self._draw([*lines, *worker_lines(view, width, most=room)])
 
     def close(self) -> None:
         self._live.stop()

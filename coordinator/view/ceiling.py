@@ -36,13 +36,13 @@ class Ceiling:
 
 
 def save_ceiling(ceiling: Ceiling, *, disturbed: bool) -> bool:
-    """False when it is not kept: the machine was busy and a higher one is known, or the folder cannot be written."""
+    """False when it is not kept: the folder cannot be written, or the machine was busy (disturbed), which can only make
+    a figure too low: then it must be higher than what is known."""
     try:
         path = _path()
         known = load_ceiling()
-        if disturbed and known is not None and known.num_cores == ceiling.num_cores:
-            if known.read_all >= ceiling.read_all:
-                return False
+        if disturbed and (known is None or (known.num_cores, known.read_all) >= (ceiling.num_cores, ceiling.read_all)):
+            return False
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         beside.write_text(json.dumps(asdict(ceiling)) + "\n")

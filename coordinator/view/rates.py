@@ -61,6 +61,7 @@ def view_of(before: Snapshot, long_before: Snapshot, now: Snapshot, facts: Facts
         _worker(earlier.get(worker["worker"], worker), worker, now, span, facts, most) for worker in now["workers"]
     ]
     arena = now["arena"]
+    used = arena["blocks"] - arena["free_blocks"] - arena["cached_blocks"]
     queue = _queue(long_before, now)
     about = {name: now[name] for name in _ABOUT if name in now}
     return {
@@ -70,11 +71,12 @@ def view_of(before: Snapshot, long_before: Snapshot, now: Snapshot, facts: Facts
         "queue": queue,
         "arena": {
             "blocks": arena["blocks"],
-            "used": arena["blocks"] - arena["free_blocks"] - arena["cached_blocks"],
+            "used": used,
             "cached": arena["cached_blocks"],
             "block_bytes": arena["block_bytes"],
         },
-        "totals": totals(workers, ceiling.of_cores(cores) if most else None),
+        # Workers share blocks.
+        "totals": totals(workers, ceiling.of_cores(cores) if most else None) | {"arena_blocks": used},
         "workers": workers,
     }
 
@@ -160,8 +162,7 @@ _COUNTERS = ("steps", "step_sequences", "prefill_tokens", "decode_tokens", "kv_p
 _ROW = ("id", "phase", "prompt_tokens", "new_tokens", "max_tokens")
 _SUMS = (
     "active", "prefill_tokens", "decode_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "gb_per_s", "pss_bytes",
-    "pss_weights_bytes", "pss_arena_bytes", "pss_private_bytes", "arena_blocks", "prompt_tokens", "cached_tokens",
-    "restarts",
+    "pss_weights_bytes", "pss_arena_bytes", "pss_private_bytes", "prompt_tokens", "cached_tokens", "restarts",
 )  # fmt: skip
 _MEANS = (("mhz", 0), ("steal", 4), ("batch_fill", 4), ("busy", 4))
 

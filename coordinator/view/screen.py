@@ -22,22 +22,24 @@ _GAP = "  "
 _MIN_ID = 8
 
 
-def whole_lines(view: View, width: int, height: int | None = None, **order: Any) -> list[Line]:
+def whole_lines(
+    view: View, width: int, height: int | None = None, *, most_rows: int = 1 << 20, **order: Any
+) -> list[Line]:
     """Everything, for a page of `width` columns; height: lines there are for it, None: as many as it takes.
 
-    order: sort, descending and first of worker_lines. Workers take what they need, up to all but four lines of what
-    is left for them; rows get the rest.
+    order: sort, descending and first of worker_lines. Workers take the lines they need; rows get what is left.
     """
     lines = [title_line(view, width), queue_line(view, width), sums_line(view, width), []]
     if height is None:
-        return [*lines, *worker_lines(view, width, **order), [], *row_lines(view, width)]
+        rows = row_lines(view, width, most_rows)
+        return [*lines, *worker_lines(view, width, **order), *([[], *rows] if rows else [])]
     room = max(1, height - len(lines))
     num_workers = len(view["workers"])
     extra = 1 + (num_workers > 1)  # the heading, the sums
     most = max(1, min(num_workers, room - extra))
     lines += worker_lines(view, width, most=most, **order)
-    left = height - len(lines) - 1
-    return [*lines, [], *row_lines(view, width, left - 1)] if left >= 2 else lines[:height]
+    left = height - len(lines) - 2  # an empty line, the heading
+    return [*lines, [], *row_lines(view, width, min(left, most_rows))] if left > 0 else lines[:height]
 
 
 def title_line(view: View, width: int) -> Line:
@@ -124,10 +126,14 @@ _ROW_HEADS = ("worker", "phase", "prompt", "new", "of")
 
 
 def row_lines(view: View, width: int, most: int = 1 << 20) -> list[Line]:
-    """A heading and the rows that run, those of each worker in turn, so that few lines show some of each."""
+    """A heading and at most so many lines of rows that run, each worker's in turn, so that few lines show some of
+    each. The last line says how many there is no room for."""
     from rich.cells import cell_len, set_cell_size
 
-    rows = [cells for _, cells in zip(range(max(0, most)), _row_cells(view), strict=False)]
+    rows = list(_row_cells(view))
+    num_running = max(len(rows), view["queue"]["running"])
+    if num_running > most or num_running > len(rows):
+        rows = rows[: max(0, most - 1)]
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(_ROW_HEADS, *(rest for _, rest in rows), strict=True)]
@@ -144,6 +150,8 @@ def row_lines(view: View, width: int, most: int = 1 << 20) -> list[Line]:
         while cell_len(cut) > column:  # wide characters
             cut = cut[:-2] + "…"
         lines.append([(line(cut, rest), "")])
+    if num_running > len(rows):
+        lines.append([(f"… {num_running - len(rows):,} more", "dim")])
     return [cut_line(each, width) for each in lines]
 
 

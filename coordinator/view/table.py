@@ -102,6 +102,8 @@ COLUMNS: tuple[Column, ...] = (
 SORT_NAMES = tuple(column.name for column in COLUMNS)
 # Restarts say that something is wrong: then they come before all that is only interesting.
 _URGENT = {"restarts": 3}
+# Left out where this machine does not say.
+_OFTEN_UNKNOWN = ("MHz", "of max")
 
 
 def worker_lines(
@@ -126,6 +128,7 @@ def worker_lines(
     mark = "" if sort == "#" and not descending else "↓" if descending else "↑"
     rows = [*ordered, sums] if len(workers) > 1 else ordered
     table = [_Cells(c, c.name + (mark if c is column else ""), [c.cell(row) for row in rows]) for c in COLUMNS]
+    table = [cells for cells in table if cells.known or cells.column.name not in _OFTEN_UNKNOWN]
     chosen = _fitting(table, width, {"restarts"} if sums["restarts"] else set())
     lines: list[Line] = [[((" " * _GAP).join(cells.head.rjust(cells.width) for cells in chosen), _HEAD)]]
     lines += [_row_line(chosen, index, ordered[index], "") for index in range(len(ordered))[first : first + most]]
@@ -139,6 +142,7 @@ class _Cells:
 
     def __init__(self, column: Column, head: str, cells: Sequence[str]) -> None:
         self.column, self.head, self.cells = column, head, cells
+        self.known = any(cell != "-" for cell in cells)
         self.width = max(len(head), *map(len, cells)) if cells else len(head)
 
 
