@@ -131,8 +131,7 @@ class Intake:
         digest, flags = self._table.get(key)
         if flags & SEEN:
             if not isinstance(request, RequestError):
-                problem = f"'custom_id' is {shown(custom_id)}: an earlier row has it already"
-                request = RequestError("duplicate_custom_id", problem, "custom_id")
+                request = RequestError("duplicate_custom_id", self._taken(line, custom_id), "custom_id")
             key = line_key(line.number)
             digest, flags = self._table.get(key)
         if len(self.first) < self._keep:
@@ -145,6 +144,12 @@ class Intake:
         row = Row(line.number, self.num_admitted, custom_id, key, line.digest, cost)
         self.num_admitted += 1
         return row, request
+
+    def _taken(self, line: RawLine, custom_id: str) -> str:
+        if self._text_format or decode_json(line.data).get("custom_id") is None:
+            taken = f"its automatic one, {shown(custom_id)}, is an earlier row's"
+            return f"the row has no 'custom_id', and {taken}: give it one"
+        return f"'custom_id' is {shown(custom_id)}: an earlier row has it already"
 
     def _skip(self, line: RawLine, custom_id: str, digest: bytes) -> None:
         self.num_skipped += 1
@@ -241,19 +246,21 @@ class Feeder:
             self._post(Broke(error))
 
     def _read(self) -> None:
-        error = None
+        error, ended = None, True
         try:
-            self._admit_all()
+            ended = self._admit_all()
         except RunError as found:  # what is in front of it can be run
             error = found
         self._rows.put(None)
-        self._post(InputEnd(self._intake.num_admitted, error))
+        if ended:
+            self._post(InputEnd(self._intake.num_admitted, error))
 
-    def _admit_all(self) -> None:
+    def _admit_all(self) -> bool:
+        """False: the window was closed before the end of the input."""
         for line in self._lines:
             cost = len(line.data)
             if not self._window.acquire(cost):
-                break
+                return False
             admitted = self._intake.admit(line, cost)
             if admitted is None:
                 self._window.release(cost)
@@ -261,6 +268,8 @@ class Feeder:
                 self._post(Finished(admitted[0], error=admitted[1]))
             else:
                 self._rows.put(admitted)  # type: ignore[arg-type]
+        # A pipe seems to end where its reading is interrupted.
+        return self._lines.position() is not None or not self._window.closed
 
     def _prepare_all(self) -> None:
         ended = False

@@ -167,7 +167,9 @@ class Runner:
             self._window.close()
             self._interrupt_input()
             self._feeder.join(0.3)
-        if outcome.stopped is None:
+        if outcome.stopped is not None:
+            self._note_input_end()
+        else:
             outcome.num_gone = table.count(IN_RESULTS, without=SEEN) + table.count(IN_ERRORS, without=SEEN)
             outcome.num_dropped_errors = num_retried and table.count(0, without=SEEN | IN_RESULTS | IN_ERRORS)
         return outcome
@@ -252,6 +254,14 @@ class Runner:
             progress.cached_tokens += result.cached_tokens
             progress.completion_tokens += len(result.token_ids)
         return Record(row.key, row.digest, error is not None, line)
+
+    def _note_input_end(self) -> None:
+        """After a stop: whether the reader had come to the end by then, which its last letter says."""
+        while not self._mail.empty():
+            match self._mail.get_nowait():
+                case InputEnd(num_rows, None):
+                    self._expected = num_rows
+        self._count()
 
     def _count(self) -> None:
         """Brings the counts of the reader thread into the progress and extrapolates the number of rows."""

@@ -79,6 +79,7 @@ def _changed_text(intake: Intake, path: str, out: str) -> str:
     more = ", ..." if intake.num_changed > 5 else ""
     return (
         f"{count_of(intake.num_changed, 'row')} of {path} changed after {out} got the outcome: {rows}{more}. Rows are "
-        "known by their custom_id, or else by their line number, which lines added before them change. Use another -o "
-        "to start anew, --retry-errors to run corrected rows that failed, or --keep-changed to keep the old outcomes"
+        f"known by their custom_id, or else by their line number, which lines added before them change. Remove a row's "
+        f"line from {out} to run it anew; or use another -o to start anew, --retry-errors to run corrected rows that "
+        "failed, --keep-changed to keep the old outcomes"
     )

@@ -64,15 +64,23 @@ def summary_lines(outcome: Outcome, out: str, errors: str, startup_seconds: floa
     elif total:
         lines[-1] += f"; {total / seconds:,.0f} tokens/s"
     # Rows that never ran have no part in how fast rows run.
-    rate = f"; {progress.num_results / seconds:,.1f} rows/s" if progress.num_results else ""
+    rate = f"; {rows_rate(progress.num_results, seconds)}" if progress.num_results else ""
     lines.append(f"time: {format_seconds(progress.seconds)} after {format_seconds(startup_seconds)} to start{rate}")
-    return lines + _file_lines(outcome, out, errors) + _warnings(outcome)
+    return lines + _file_lines(outcome, out, errors) + _warnings(outcome, out)
+
+
+def rows_rate(num_rows: int, seconds: float) -> str:
+    """In the largest unit of time that tells slow runs apart."""
+    for unit, length in (("s", 1), ("min", 60), ("h", 3600)):
+        if num_rows * length / seconds >= 1 or unit == "h":
+            break
+    return f"{num_rows * length / seconds:,.1f} rows/{unit}"
 
 
 def _idle_lines(outcome: Outcome, out: str, errors: str) -> list[str]:
     rows = count_of(outcome.progress.num_read, "row")
     lines = [f"nothing to do: all {rows} of the input are finished"]
-    return lines + _file_lines(outcome, out, errors) + _warnings(outcome)
+    return lines + _file_lines(outcome, out, errors) + _warnings(outcome, out)
 
 
 def _failure_lines(outcome: Outcome) -> list[str]:
@@ -93,18 +101,22 @@ def _file_lines(outcome: Outcome, out: str, errors: str) -> list[str]:
     progress = outcome.progress
     lines = [f"{out} has {count_of(outcome.results_before + progress.num_results, 'result')}"]
     if num_errors := outcome.errors_before + progress.num_errors:
-        lines.append(f"{errors} has {count_of(num_errors, 'failed row')} (--retry-errors runs them again)")
+        again = "--retry-errors runs them again"
+        if outcome.stopped == "strict":  # whose next run does so anyway
+            again = "the same command runs it again" if num_errors == 1 else "the same command runs them again"
+        lines.append(f"{errors} has {count_of(num_errors, 'failed row')} ({again})")
     return lines
 
 
-def _warnings(outcome: Outcome) -> list[str]:
+def _warnings(outcome: Outcome, out: str) -> list[str]:
     lines = []
     if outcome.num_changed:
         shown = ", ".join(f"line {number} ('{shortened(name, 40)}')" for number, name in outcome.changed)
         more = ", ..." if outcome.num_changed > len(outcome.changed) else ""
         lines.append(
             f"warning: {count_of(outcome.num_changed, 'row')} of the input changed after being finished; earlier "
-            f"outcomes are kept: {shown}{more}. Failed ones run again with --retry-errors, others with another -o"
+            f"outcomes are kept: {shown}{more}. Failed ones run again with --retry-errors, others once their lines are "
+            f"removed from {out}"
         )
     if outcome.num_gone:
         rows = count_of(outcome.num_gone, "row")

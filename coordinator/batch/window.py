@@ -36,6 +36,10 @@ class Window:
             self._bytes -= cost
             self._changed.notify()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Nobody is admitted, or kept waiting, any more."""
         with self._changed:

@@ -21,7 +21,7 @@ from coremill.coordinator.batch.report import (
 from coremill.coordinator.batch.results import find_rows
 from coremill.coordinator.batch.runner import Failure, Outcome, Progress
 from coremill.coordinator.batch.shownrows import result_lines
-from coremill.coordinator.batch.summary import exit_code, stats_object, summary_lines
+from coremill.coordinator.batch.summary import exit_code, rows_rate, stats_object, summary_lines
 from coremill.coordinator.view.machine import Facts
 from coremill.coordinator.view.rates import view_of
 
@@ -273,8 +273,17 @@ def test_warnings_name_rows_safely():
             1,
         )
     )
-    assert "30 rows of the input changed" in text and "line 7 ('row [2J')" in text
+    assert (
+        "30 rows of the input changed" in text
+        and "once their lines are removed from o" in text
+        and "line 7 ('row [2J')" in text
+    )
     assert "2 rows finished by earlier runs" in text and "1 row that failed" in text and "of 4 finished rows" in text
+
+
+def test_slow_rows_have_a_rate_too():
+    rates = [rows_rate(num, seconds) for num, seconds in ((5000, 2), (10, 10), (9, 10), (1, 60), (1, 61), (1, 40_000))]
+    assert rates == ["2,500.0 rows/s", "1.0 rows/s", "54.0 rows/min", "1.0 rows/min", "59.0 rows/h", "0.1 rows/h"]
 
 
 def test_summary_of_failures_names_the_first():

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coremill.config.errors import EngineError, ResumeRefusedError, RunError
+from coremill.config.errors import EngineError, RequestError, ResumeRefusedError, RunError
+from coremill.coordinator.batch.summary import summary_lines
 
 
 def prompts(num, first=0):
@@ -606,6 +607,36 @@ def test_strict_writes_one_failed_row_however_many_fail_at_once(batch, in_order)
     assert outcome.stopped == "strict" and outcome.progress.num_errors == 1 == len(batch.failures())
     (failure,) = outcome.failures
     assert (failure.line, failure.custom_id, failure.error.code) == (1, "line-1", "invalid_json")
+
+
+@pytest.mark.parametrize("as_pipe", [False, True])
+def test_a_stopped_run_knows_whether_all_of_the_input_was_read(batch, as_pipe):
+    """Read to its end, stopped afterwards; and for a pipe, that nobody writes to any more but somebody still could."""
+    threads, source = set(threading.enumerate()), batch.input
+    rows = prompts(12)
+    if as_pipe:
+        source = batch.folder / "fifo"
+        os.mkfifo(source)
+        pipe = os.open(source, os.O_RDWR)
+        os.write(pipe, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    else:
+        batch.write(rows)
+
+    def prepare_late(requests):
+        deadline = time.monotonic() + 60
+        while not as_pipe and any(t.name == "coremill-read" for t in set(threading.enumerate()) - threads):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        no = RequestError("template_error", "the template says no", "messages")
+        return [no if request.custom_id == "row-11" else (1, 2, 3) for request in requests]
+
+    outcome = batch.run(strict=True, retry=True, input=source, format="jsonl", prepare_with=prepare_late).outcome
+    assert outcome.stopped == "strict" and outcome.progress.input_ended is not as_pipe
+    text = "\n".join(summary_lines(outcome, "OUT", "ERRORS", 1))
+    assert ("not all of the input was read" in text) is as_pipe
+    assert "ERRORS has 1 failed row (the same command runs it again)" in text
+    if as_pipe:
+        os.close(pipe)
 
 
 def test_strict_in_input_order_stops_just_there(batch):

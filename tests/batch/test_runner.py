@@ -162,6 +162,15 @@ def test_plain_text_as_chats(batch):
     assert batch.results()[0]["response"]["body"]["object"] == "chat.completion"
 
 
+def test_automatic_custom_ids_that_are_taken(batch):
+    batch.write([{"custom_id": "line-2", "prompt": "x"}, {"prompt": "y"}, {"custom_id": "line-2", "prompt": "z"}])
+    batch.run()
+    assert set(batch.answers()) == {"line-2"}
+    automatic, given = (row["error"]["message"] for row in batch.failures())
+    assert automatic.startswith("the row has no 'custom_id', and its automatic one, 'line-2', is an earlier row's")
+    assert given == "'custom_id' is 'line-2': an earlier row has it already"
+
+
 @pytest.mark.parametrize("in_order", [False, True])
 def test_rows_in_front_of_a_broken_end_are_run_before_it_is_an_error(batch, in_order):
     rows = [{"custom_id": f"row-{i}", "prompt": f"prompt {random.Random(i).random()}"} for i in range(2000)]

@@ -50,7 +50,9 @@ def test_changed_rows_are_refused_by_name(batch, check):
     batch.write(prompts(8))
     batch.run()
     batch.write([*prompts(2), *prompts(8, "other")[2:]])
-    with pytest.raises(ResumeRefusedError, match=r"6 rows .* line 3 \('row-2'\).*, \.\.\..*--keep-changed"):
+    with pytest.raises(
+        ResumeRefusedError, match=r"6 rows .* line 3 \('row-2'\).*, \.\.\..*line from OUT.*--keep-changed"
+    ):
         check()
     outcome = check(keep_changed=True)
     assert outcome.idle and outcome.num_changed == 6
