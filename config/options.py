@@ -114,6 +114,7 @@ _BENCHES = ("bench", "bench start", "bench peer", "bench shape", "bench workers"
 OPTIONS: tuple[Option, ...] = (
     Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
            _MODEL, short="-m", default_text="none",
+           verb_help={"bench": ("Model to measure.", "none, needed for all but --roofline")},
            required=("run", "bench peer", "bench start", "bench workers", "perplexity")),
     # ---- the engine: fields of EngineConfig ----
     Option("workers", Integer(1, 4096), None, "Worker processes.",

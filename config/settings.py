@@ -44,13 +44,14 @@ class Settings(Mapping[str, Any]):
         """Whether any source named the option."""
         return self.source(name) != "default"
 
-    def require(self, name: str) -> Any:
-        """The value of an option that a verb cannot do without."""
+    def require(self, name: str, place: str = "") -> Any:
+        """The value of an option that a verb cannot do without. place: where else it may stand, as in "MODEL"."""
         if self[name] is None:
             option = BY_NAME[name]
             switch = f"{option.short}/{option.switch}" if option.short else option.switch
             files = f", or {name} in a configuration file" if option.in_files else ""
-            raise ConfigError(f"missing option {switch} (or {option.variable} in the environment{files})")
+            what = f"missing {place}, or option {switch}" if place else f"missing option {switch}"
+            raise ConfigError(f"{what} (or {option.variable} in the environment{files})")
         return self[name]
 
     def of_group(self, group: str) -> dict[str, Any]:

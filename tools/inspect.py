@@ -32,7 +32,7 @@ def command(settings: Settings, model_name: str | None) -> None:
     from coremill.tools.inspect_report import examine
     from coremill.tools.model_progress import ModelProgress
 
-    model = model_name or settings.require("model")
+    model = model_name or settings.require("model", "MODEL")
     with ModelProgress() as progress:
         path = find_model(model, cache_folder(), progress)
     report = examine(path, layout=settings["layout"])

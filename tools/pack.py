@@ -30,7 +30,7 @@ def command(settings: Settings, model_name: str | None) -> None:
     from coremill.native.packfile import MAGIC, is_pack, open_pack
     from coremill.tools.model_progress import ModelProgress
 
-    model = model_name or settings.require("model")
+    model = model_name or settings.require("model", "MODEL")
     with ModelProgress() as progress:
         if settings["output"] is None:
             pack = ensure_pack(model, progress=progress)

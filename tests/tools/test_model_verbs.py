@@ -44,6 +44,11 @@ def refused(*args: object) -> str:
     return done.stderr
 
 
+def test_a_model_that_is_not_given(root):
+    for verb in ("inspect", "pack"):
+        assert refused(verb).startswith("coremill: missing MODEL, or option -m/--model (or COREMILL_MODEL in the")
+
+
 # ---- inspect ----
 
 
