@@ -107,26 +107,23 @@ class Option:
 
 # A verb's options are those whose row names it.
 _ENGINE = ("run", "bench peer")
-_STEPS = (*_ENGINE, "bench", "bench shape", "bench workers")
-_MODEL = (*_ENGINE, "bench", "bench start", "bench workers", "perplexity", "pack", "inspect")
-_BENCHES = ("bench", "bench start", "bench peer", "bench shape", "bench workers", "bench coordinator", "bench estimate")
+_STEPS = (*_ENGINE, "bench", "bench shape")
+_MODEL = (*_ENGINE, "bench", "bench start", "perplexity", "pack", "inspect")
+_BENCHES = ("bench", "bench start", "bench peer", "bench shape")
 
 OPTIONS: tuple[Option, ...] = (
     Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
            _MODEL, short="-m", default_text="none",
            verb_help={"bench": ("Model to measure.", "none, needed for all but --roofline")},
-           required=("run", "bench peer", "bench start", "bench workers", "perplexity")),
+           required=("run", "bench peer", "bench start", "perplexity")),
     # ---- the engine: fields of EngineConfig ----
     Option("workers", Integer(1, 4096), None, "Worker processes.",
-           (*_STEPS, "bench coordinator"), "engine", default_text="one for each core group",
-           verb_help={"bench workers": ("The most worker processes that are tried.", "one for each core group"),
-                      "bench coordinator": ("Make-believe workers.", "192")}),
+           _STEPS, "engine", default_text="one for each core group"),
     Option("cores_per_worker", Integer(1, 4096, "K"), None,
            "Physical cores in each worker's core group, which run a step together.",
            (*_STEPS, "perplexity"), "engine", default_text="1",
            verb_help={"perplexity": ("Physical cores that compute together.", "all")}),
-    Option("max_active", Integer(1, 1024, "B"), 16, "Sequences that a worker steps together.",
-           (*_ENGINE, "bench workers", "bench coordinator"), "engine"),
+    Option("max_active", Integer(1, 1024, "B"), 16, "Sequences that a worker steps together.", _ENGINE, "engine"),
     Option("ctx", Integer(2, 1 << 30, "T"), None,
            "Longest request, prompt and completion together, in tokens.", (*_ENGINE, "perplexity"), "engine",
            default_text="the model's context length, at most 4096",
@@ -166,11 +163,10 @@ OPTIONS: tuple[Option, ...] = (
            ("run",), "sampling", default_text="none"),
     # ---- commands ----
     Option("output", Text("OUT"), None, "File of results, one JSON object a line; an earlier run's is resumed.",
-           ("run", "pack", "bench shape", "bench draw"), short="-o", default_text="none",
-           required=("run", "bench draw"), spoken_only=("pack", "bench shape", "bench draw"),
+           ("run", "pack", "bench shape"), short="-o", default_text="none",
+           required=("run",), spoken_only=("pack", "bench shape"),
            verb_help={"pack": ("File to write the packed model to; on the command line only.", "a file in the cache"),
-                      "bench shape": ("Only write the GGUF file, measure nothing; on the command line only.", "none"),
-                      "bench draw": ("SVG file to write; on the command line only.", "none")}),
+                      "bench shape": ("Only write the GGUF file, measure nothing; on the command line only.", "none")}),
     Option("errors", Text("FILE"), None, "File for rows that failed.",
            ("run",), default_text="OUT with .jsonl replaced by .errors.jsonl"),
     Option("retry_errors", Flag(), False, "Run the rows again that failed in an earlier run.", ("run",)),
@@ -219,7 +215,7 @@ OPTIONS: tuple[Option, ...] = (
            ("bench", "bench shape")),
     Option("roofline", Flag(), False, "Only the machine's ceilings; needs no model.", ("bench",)),
     Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.",
-           ("bench", "bench start", "bench peer", "bench shape", "bench workers")),
+           ("bench", "bench start", "bench peer", "bench shape")),
     Option("concurrency", Integer(1, 4096), 16,
            "Requests open at the peer's server at a time.", ("bench peer",)),
     Option("peer_program", Text("PROGRAM"), None,
@@ -235,11 +231,8 @@ OPTIONS: tuple[Option, ...] = (
            "share with it computed.", ("bench peer",)),
     Option("weights", Choice(("f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")), "q4_k",
            "Format of the random weights.", ("bench shape",)),
-    Option("step_seconds", Number(0, 60, "SECONDS"), 0.0,
-           "How long a make-believe step takes; 0: as fast as the coordinator goes.", ("bench coordinator",)),
     Option("config", Text("FILE"), None, "TOML file with options.",
-           (*_MODEL, "bench shape", "bench coordinator", "bench estimate", "bench draw", "cache ls", "cache prune",
-            "doctor", "top"), default_text="none", in_files=False),
+           (*_MODEL, "bench shape", "cache ls", "cache prune", "doctor", "top"), default_text="none", in_files=False),
 )  # fmt: skip
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}

@@ -160,7 +160,7 @@ def test_a_short_run(monkeypatch, smollm2_pack, tmp_path):
         "_QUICK_CEILING_SECONDS": 0.02, "_CEILING_SECONDS": 0.02,
     }.items():  # fmt: skip
         monkeypatch.setattr(table, name, value)
-    monkeypatch.setattr(engine, "_WINDOW_TOKENS", 8)
+    monkeypatch.setattr(engine, "_WINDOW_TOKENS", 16)
     monkeypatch.setattr(engine, "_WINDOW_SECONDS", 0.05)
     for name in PROCESS_VARIABLES:
         monkeypatch.delenv(name, raising=False)

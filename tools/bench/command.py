@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -39,15 +40,7 @@ def command(context: click.Context, settings: Settings) -> None:
         return
     from coremill.tools.bench.table import bench
 
-    report = bench(settings, _progress(settings))
-    if settings["json"]:
-        import json
-
-        click.echo(json.dumps(report, indent=2))
-    else:
-        from coremill.tools.bench.text import report_text
-
-        click.echo(report_text(report), nl=False)
+    _show(settings, bench(settings, _progress(settings)))
 
 
 @command.command(
@@ -63,12 +56,7 @@ def start(settings: Settings) -> None:
     """Measure how soon a fresh `coremill run` has its first token, and what memory a second worker adds."""
     from coremill.tools.bench.start import bench_start
 
-    if settings["json"]:
-        import json
-
-        click.echo(json.dumps(bench_start(settings, _progress(settings)), indent=2))
-    else:
-        bench_start(settings, click.echo)
+    _print(settings, bench_start(settings, _speaks(settings)))
 
 
 @command.command(
@@ -98,15 +86,56 @@ def peer(settings: Settings, peer: str, file: Path) -> None:
     """
     from coremill.tools.bench.peer import bench_peer
 
-    if settings["json"]:
-        import json
+    _print(settings, bench_peer(peer, file, settings, _speaks(settings)))
 
-        click.echo(json.dumps(bench_peer(peer, file, settings, _progress(settings)), indent=2))
-    else:
-        bench_peer(peer, file, settings, click.echo)
+
+@command.command(
+    "shape",
+    cls=Verb,
+    examples=[
+        ("coremill bench shape llama-3.2-1b", "the table for a model of this shape with random Q4_K weights"),
+        ("coremill bench shape llama-3.1-8b --weights q8_0 --quick", "fewer sizes"),
+        ("coremill bench shape llama-3.1-8b -o big.gguf", "only the file, for other commands"),
+    ],
+)
+@click.argument("name", metavar="NAME")
+@takes("bench shape")
+def shape(settings: Settings, name: str) -> None:
+    """Measure a model of a known shape (llama-3.2-1b, qwen2.5-1.5b, llama-3.1-8b) with random weights.
+
+    The file and its pack are made in the cache folder and removed at the end.
+    """
+    from coremill.tools.bench.shapes import bench_shape, write_shape
+
+    if settings["output"] is not None:
+        _print(settings, write_shape(name, settings, _speaks(settings)))
+        return
+    _show(settings, bench_shape(name, settings, _progress(settings)))
 
 
 def _progress(settings: Settings) -> Callable[[str], None]:
     """Where lines about what is being done go: stderr, and nowhere when nobody watches a text being made."""
     quiet = not settings["json"] and not sys.stderr.isatty()
     return lambda line: None if quiet else click.echo(line, err=True)
+
+
+def _speaks(settings: Settings) -> Callable[[str], None]:
+    """Where the lines of a text for people go: they are the result, unless that is to be JSON."""
+    return _progress(settings) if settings["json"] else click.echo
+
+
+def _show(settings: Settings, report: dict[str, Any]) -> None:
+    """The table of `coremill bench`."""
+    if not settings["json"]:
+        from coremill.tools.bench.text import report_text
+
+        click.echo(report_text(report), nl=False)
+    _print(settings, report)
+
+
+def _print(settings: Settings, report: dict[str, Any]) -> None:
+    """The report as JSON, if that is wanted."""
+    if settings["json"]:
+        import json
+
+        click.echo(json.dumps(report, indent=2))

@@ -24,8 +24,8 @@ _CEILING_SECONDS, _QUICK_CEILING_SECONDS = 0.25, 0.1
 _MUCH_NOISE, _MUCH_STEAL, _TOO_MUCH = 0.10, 0.02, 1.05
 
 
-def bench(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
-    """The whole report, as plain values. Nothing but ceilings with --roofline."""
+def bench(settings: Settings, say: Callable[[str], None], model: str | None = None) -> dict[str, Any]:
+    """The whole report, as plain values, on `model` or else --model; nothing but ceilings with --roofline."""
     from coremill.config.topology import discover
     from coremill.tools import machine
 
@@ -33,7 +33,8 @@ def bench(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     rounds = 1 if quick and not settings.given("rounds") else settings["rounds"]
     groups = discover(workers=settings["workers"], cores_per_worker=settings["cores_per_worker"])
     load = machine.load_average()
-    pack = None if settings["roofline"] else _open_model(settings.require("model"))
+    only_ceilings = model is None and settings["roofline"]
+    pack = None if only_ceilings else _open_model(model or settings.require("model"))
     try:
         say("measuring the machine ...")
         ceilings = machine.measure_ceilings(
@@ -71,7 +72,7 @@ def _bench_model(
     quick = settings["quick"]
     spec = pack.spec
     report["model"] = {
-        "file": settings["model"],
+        "file": pack.path.name if settings.get("model") is None else settings["model"],
         "name": spec.name,
         "architecture": spec.architecture,
         "weight_bytes": pack.data_length,

@@ -11,6 +11,9 @@ def report_text(report: dict[str, Any]) -> str:
     if "model" in report:
         model = report["model"]
         parts.append(f"Model {model['name']} ({model['architecture']}, {model['weight_bytes'] / 1e6:.0f} MB packed)")
+        if "packing" in report:
+            packing = report["packing"]
+            parts[-1] += f"\nPacked in {packing['seconds']} s, {packing['gb_per_s']} GB/s"
         parts += [_gemm_text(report["gemm"]), _steps_text(report), _operations_text(report["one_worker"])]
     parts += [f"Warning: {warning}." for warning in report["warnings"]]
     return "\n\n".join(parts) + "\n"
