@@ -15,9 +15,9 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from coremill.config.errors import RequestError
+from coremill.coordinator.text.printable import PrintableEnvironment, check_printable
 
 
 class _GenerationBlocks(Extension):
@@ -43,6 +43,7 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> None:
+    check_printable(message)
     raise TemplateError(message)
 
 
@@ -58,7 +59,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, now: datetime.datetime) -> None:
         self.source = source
-        environment = ImmutableSandboxedEnvironment(
+        environment = PrintableEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
         )
         # A prompt is the same each time it is rendered.

@@ -62,3 +62,83 @@ def test_errors_have_the_templates_words(source, words):
 def test_endless_recursion_is_an_error():
     with pytest.raises(RequestError, match="RecursionError"):
         render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
+
+
+@pytest.mark.parametrize(
+    "source, kind",
+    [
+        ("{{ messages | map(attribute='content') }}", "generator"),
+        ("{{ cycler(1) }}", "Cycler"),
+        ("{{ raise_exception }}", "function"),
+        ("{{ strftime_now }}", "builtin_function_or_method"),
+        ("{{ cycler }}{{ namespace }}", "type"),
+        ("{{ self }}", "TemplateReference"),
+        ("{% macro f() %}{% endmacro %}{{ f }}", "Macro"),
+        ("{% for x in [1] %}{{ loop }}{% endfor %}", "LoopContext"),
+        ("{{ namespace(a=1) }}", "Namespace"),
+        ("{{ 'a'.upper }}", "builtin_function_or_method"),
+        ("{{ [1, (2, {'a': [1] | map('abs')})] }}", "generator"),
+        ("{{ {'a'.upper: 1} }}", "builtin_function_or_method"),
+        ("{% set x %}{{ [1] | map('abs') }}{% endset %}", "generator"),
+        ("{{ [1] | map('abs') ~ 'x' }}", "generator"),
+        ("{{ ('x' ~ cycler(1)) | length }}", "Cycler"),
+        ("{% if 'x' ~ [cycler(1)] %}{% endif %}", "Cycler"),
+        ("{% autoescape true %}{{ 'x' ~ cycler(1) }}{% endautoescape %}", "Cycler"),
+        ("{% autoescape messages %}{{ 'x' ~ cycler(1) }}{% endautoescape %}", "Cycler"),
+        ("{{ '%s' % cycler(1) }}", "Cycler"),
+        ("{{ '%(a)s' % {'a': cycler(1)} }}", "Cycler"),
+        ("{{ '%d %s' % (1, cycler(1)) }}", "Cycler"),
+        ("{{ ('%r'.encode() % cycler(1)).decode() }}", "Cycler"),
+        ("{{ cycler(1) | string | length }}", "Cycler"),
+        ("{{ [[cycler(1)]] | map('string') | list }}", "Cycler"),
+        ("{{ [cycler(1)] | join('-') }}", "Cycler"),
+        ("{{ ['a', 'b'] | join(cycler(1)) }}", "Cycler"),
+        ("{{ messages | join(',', attribute='keys') }}", "builtin_function_or_method"),
+        ("{{ '%s' | format(cycler(1)) }}", "Cycler"),
+        ("{{ '%(a)s' | format(a=cycler(1)) }}", "Cycler"),
+        ("{{ '{}'.format(cycler(1)) }}", "Cycler"),
+        ("{{ '{a[0]}'.format(a=[cycler(1)]) }}", "Cycler"),
+        ("{{ '{a}'.format_map({'a': cycler(1)}) }}", "Cycler"),
+        ("{% set f = '{}'.format %}{{ f(cycler(1)) }}", "Cycler"),
+        ("{{ (''|safe).join([cycler(1)]) }}", "Cycler"),
+        ("{{ ('a'|escape).replace('a', cycler(1)) }}", "Cycler"),
+        ("{{ {'a': cycler(1)} | xmlattr }}", "Cycler"),
+        ("{{ cycler(1) | tojson }}", "Cycler"),
+        ("{{ raise_exception(cycler(1)) }}", "Cycler"),
+        *(
+            (f"{{{{ cycler(1) | {name} }}}}", "Cycler")
+            for name in "pprint upper lower title capitalize trim escape e forceescape safe center indent wordwrap "
+            "wordcount truncate striptags urlize urlencode string replace('a','b')".split()
+        ),
+    ],
+)
+def test_what_spells_its_address_is_refused_by_its_type(source, kind):
+    with pytest.raises(RequestError, match=rf"\b{kind}\b") as caught:
+        render(source, messages=[{"content": "a"}])
+    assert caught.value.code == "template_error" and "0x" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        (
+            "{{ [1, 2.5, true, none, 'é', (1, 'b'), {'a': [missing]}] }}",
+            "[1, 2.5, True, None, 'é', (1, 'b'), {'a': [Undefined]}]",
+        ),
+        ("{{ 1 ~ none ~ [true] ~ missing ~ 'a' }}", "1None[True]a"),
+        ("{{ messages | map(attribute='content') | join('-') }}", "a-b"),
+        ("{{ messages | join('-', attribute='content') }}", "a-b"),
+        ("{{ ', '.join(messages | map(attribute='content')) }}", "a, b"),
+        ("{{ (','|safe).join(['<', 'b'] | map('upper')) }}", "&lt;,B"),
+        ("{{ messages[0].keys() | list }} {{ messages[0].items() | list }}", "['content'] [('content', 'a')]"),
+        ("{{ [3, 1] | sort | first }} {{ range(3) | list }} {{ range(3) | join }}", "1 [0, 1, 2] 012"),
+        ("{{ '%s-%02d' % ('a', 3) }} {{ 7 % 4 }} {{ '%s' | format([1]) }}", "a-03 3 [1]"),
+        ("{{ '{} {a} {0.content}'.format(messages[0], a=none) }}", "{'content': 'a'} None a"),
+        ("{{ 'a' | upper ~ ('b' | indent) ~ ('c' | replace('c', 'd')) ~ ({'x': 1} | xmlattr) }}", 'Abd x="1"'),
+        ("{% autoescape true %}{{ '<' ~ ('<' | safe) }}{% endautoescape %}", "&lt;<"),
+        ("{% for x in 'ab' %}{{ cycler('-', '+').next() }}{{ loop.index }}{{ x }}{% endfor %}", "-1a-2b"),
+        ("{{ 10 ** 30 }}{{ 1 == 1.0 }}", "1000000000000000000000000000000True"),
+    ],
+)
+def test_what_spells_itself_is_text(source, expected):
+    assert render(source, messages=[{"content": "a"}, {"content": "b"}]) == expected
