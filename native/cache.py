@@ -212,8 +212,11 @@ def _hash_sources(sources: Sequence[FileIdentity], progress: Progress | None) ->
     """sha256 of each file. Waits out the clock tick of a file written just now, so that its times can be trusted.
 
     Raises:
+        GGUFError: a file is none of its format.
         PackError: a file changed while it was read.
     """
+    from coremill.native.gguf import check_magic
+
     newest = max(max(s.mtime_ns, s.ctime_ns) for s in sources)
     age = time.time_ns() - newest
     if 0 <= age < _CLOCK_TICK_NS:
@@ -223,6 +226,8 @@ def _hash_sources(sources: Sequence[FileIdentity], progress: Progress | None) ->
     for source in sources:
         digest = hashlib.sha256()
         with _opened(source) as file:
+            check_magic(source.path, file.read(4))  # a wrong name must not cost the time to read gigabytes
+            file.seek(0)
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])
                 done += count

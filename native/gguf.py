@@ -73,6 +73,12 @@ def type_name(type_id: int) -> str:
     return GGML_TYPES[type_id][0] if type_id in GGML_TYPES else f"type {type_id}"
 
 
+def check_magic(path: object, start: bytes) -> None:
+    """GGUFError unless a file whose first 4 bytes (fewer: all it has) are `start` may be a GGUF file."""
+    if start != b"GGUF":
+        raise GGUFError(path, "magic", f"is {start.decode('latin-1')!r}, not 'GGUF': this is not a GGUF file", 0)
+
+
 def _label(name: str) -> str:
     """A name from a file as messages show it: quoted, short, and without control characters."""
     return repr(name if len(name) <= 80 else name[:80] + "...")
@@ -115,9 +121,7 @@ class _Part:
             self.fd = -1
 
     def _parse(self, cursor: Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo], int]:
-        magic = cursor.buffer[cursor.take(4, "magic") : 4]
-        if magic != b"GGUF":
-            cursor.fail("magic", f"is {magic!r}, not b'GGUF': this is not a GGUF file", 0)
+        check_magic(cursor.path, cursor.buffer[cursor.take(4, "magic") : 4])
         version = cursor.u32("version")
         if version not in (2, 3):
             if version and not version & 0xFFFF:

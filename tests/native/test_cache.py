@@ -170,9 +170,11 @@ def test_what_is_no_model(tmp_path, root):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ModelError, match="regular"):
         ensure_pack(tmp_path / "pipe")
-    (tmp_path / "text").write_text("hello, I am not a model at all, but long enough")
-    with pytest.raises(GGUFError, match="magic"):
-        ensure_pack(tmp_path / "text")
+    (tmp_path / "rows.jsonl").write_text('{"custom_id": "a", "prompt": "not a model at all, but long enough"}')
+    stages = []
+    with pytest.raises(GGUFError, match=r"""magic at byte 0: is '\{"cu', not 'GGUF'"""):
+        ensure_pack(tmp_path / "rows.jsonl", progress=lambda *stage: stages.append(stage))
+    assert not stages  # known before gigabytes are read
 
 
 # ---- races ----
