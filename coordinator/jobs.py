@@ -17,6 +17,8 @@ PATIENCE = 256
 MIN_SHARED = 64
 # Waiting sequences looked at on either side, in the order of their prompts.
 LOOK_AROUND = 16
+# Behind every ticket.
+_AFTER_ALL = 1 << 62
 
 
 @dataclass(eq=False, slots=True)
@@ -195,6 +197,11 @@ class _Level:
         relatives = [self._by_age[ticket][0] for other, ticket in around if other[:shared] == beginning]
         return max(relatives, key=lambda sequence: sequence.work_left, default=None)
 
+    def has_beginning(self, tokens: tuple[int, ...]) -> bool:
+        """Whether the prompt of a fresh one begins with these tokens and goes on."""
+        at = bisect_left(self._by_prompt, (tokens, _AFTER_ALL))
+        return at < len(self._by_prompt) and self._by_prompt[at][0][: len(tokens)] == tokens
+
     def pop(self, sequence: Sequence) -> None:
         self.remove(sequence)
         self._num_pops += 1
@@ -242,6 +249,10 @@ class WaitingLine:
     def peek(self, near: tuple[int, ...] = ()) -> Sequence | None:
         """The one to serve next. near: prefer fresh ones with a prompt like this."""
         return next((self._levels[key].peek(near) for key in self._order if self._levels[key]), None)
+
+    def has_beginning(self, tokens: tuple[int, ...]) -> bool:
+        """Whether one that has never run begins with these tokens and goes on."""
+        return any(level.has_beginning(tokens) for level in self._levels.values())
 
     def pop(self, sequence: Sequence) -> None:
         """Take out the sequence that peek() showed."""

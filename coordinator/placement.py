@@ -36,6 +36,7 @@ class Placement:
         self.loans = Loans(limits.groups)
         self.slots = [Slot(index) for index in range(limits.num_workers)]
         self.waiting = WaitingLine()
+        self.tables.index.is_wanted = self.waiting.has_beginning
         self.suspects = WaitingLine()
         self.parked: dict[int, Sequence] = {}  # by ticket: waiting for what another computes, and in no line
         self.sequences: dict[int, Sequence] = {}  # by ticket, until finished

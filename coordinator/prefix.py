@@ -9,13 +9,17 @@
 
 Content decides, not history: equal tokens from position 0 give equal bytes, whoever computed them. The root stands for
 the model, the pack, the KV type and the numerics, which are constant while an engine lives.
+
+When blocks are short, cached leaves go in this order: those that no waiting sequence begins with, least recently used
+first; then the others, likewise. So a batch run, whose window waits here, loses a prefix with its last row rather than
+one that rows still to come share.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -58,6 +62,14 @@ class Node:
                 best, longest = self.children[key], length
         return best, longest
 
+    def path(self) -> Tokens:
+        """All tokens from position 0 to its last."""
+        parts, node = [], self
+        while node.parent is not None:
+            parts.append(node.tokens)
+            node = node.parent
+        return tuple(token for part in reversed(parts) for token in part)
+
     def readable(self, position: int) -> tuple[int, int]:
         """(tokens, block): how many of its tokens can be copied now, and from where. position: of its first token."""
         if self.owner is None:
@@ -83,16 +95,50 @@ class Match:
     needed: int = 0
 
 
-class PrefixIndex:
-    """The tree, and the order in which cached blocks go."""
+class _Leaves:
+    """Cached leaves, least recently used first: a heap of (last use, block, node) that may hold outdated entries."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Node]] = []
+
+    def push(self, node: Node, num_cached: int) -> None:
+        heapq.heappush(self._heap, (node.last_use, node.block, node))
+        if len(self._heap) > 2 * num_cached + 64:
+            self._heap = [entry for entry in self._heap if _is_leaf(entry)]
+            heapq.heapify(self._heap)
+
+    def peek(self) -> Node | None:
+        while self._heap and not _is_leaf(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> Node | None:
+        node = self.peek()
+        if node is not None:
+            heapq.heappop(self._heap)
+        return node
+
+
+def _is_leaf(entry: tuple[int, int, Node]) -> bool:
+    """Whether the entry still tells the truth."""
+    used, _, node = entry
+    return node.last_use == used and not (node.refs or node.children)
+
+
+class PrefixIndex:
+    """The tree, and the order in which cached blocks go.
+
+    is_wanted: whether a sequence that waits begins with these tokens and goes on.
+    """
+
+    def __init__(self, pool: BlockPool, is_wanted: Callable[[Tokens], bool] = lambda tokens: False) -> None:
         self.root = Node(None, (), -1)
         self.num_cached = 0
         self.num_evicted = 0
+        self.is_wanted = is_wanted
         self._pool = pool
         self._clock = 0
-        self._leaves: list[tuple[int, int, Node]] = []  # heap of (last_use, block, node); may hold outdated entries
+        self._leaves, self._wanted = _Leaves(), _Leaves()
 
     def match(self, tokens: Sequence[int], known: Sequence[Node] = (), done: int = 0) -> Match:
         """What others have computed, or are computing, of `tokens` but the last, which must be computed for its logits.
@@ -161,11 +207,8 @@ class PrefixIndex:
             self._offer(node)
 
     def evict(self) -> None:
-        """Give the least recently used cached leaf's block back to the pool."""
-        while True:
-            used, _, node = heapq.heappop(self._leaves)
-            if not (node.refs or node.children or node.last_use != used):
-                break
+        """Give a cached leaf's block back to the pool."""
+        node = self._victim()
         node.last_use = -1
         self.remove(node)
         self.num_cached -= 1
@@ -175,13 +218,20 @@ class PrefixIndex:
         if parent is not self.root and not parent.refs and parent.owner is None:
             self._offer(parent)
 
+    def _victim(self) -> Node:
+        """Who is wanted is found out here, and set aside; the first of these is asked again each time."""
+        oldest = self._wanted.peek()
+        if oldest is not None and not self.is_wanted(oldest.path()):
+            return self._wanted.pop()
+        while (node := self._leaves.pop()) is not None:
+            if not self.is_wanted(node.path()):
+                return node
+            self._wanted.push(node, self.num_cached)
+        return self._wanted.pop()
+
     def _offer(self, node: Node) -> None:
-        if node.children:
-            return
-        heapq.heappush(self._leaves, (node.last_use, node.block, node))
-        if len(self._leaves) > 2 * self.num_cached + 64:
-            self._leaves = [leaf for leaf in self._leaves if not (leaf[2].refs or leaf[2].last_use != leaf[0])]
-            heapq.heapify(self._leaves)
+        if not node.children:
+            self._leaves.push(node, self.num_cached)
 
     def __iter__(self) -> Iterator[Node]:
         """Every node, parents first."""

@@ -7,6 +7,7 @@ import random
 from coremill.config.messages import Begin, Cancel, Ready, Release, Released, Stepped
 from coremill.config.request import SequenceRequest
 from coremill.coordinator.events import Cancelled, FromWorker, Send, Submitted, WorkerDied, Workers
+from coremill.coordinator.jobs import Sequence, WaitingLine
 from coremill.coordinator.limits import Limits
 from coremill.coordinator.prefix import Node, common_length
 from coremill.coordinator.scheduler import Scheduler
@@ -215,3 +216,65 @@ def test_the_longest_common_beginning_is_next_in_order():
     for _ in range(500):
         wanted = tuple(rng.randrange(3) for _ in range(rng.randint(1, 14)))
         assert node.nearest(wanted)[1] == max(common_length(key, wanted) for key in keys)
+
+
+A, B = tuple(range(1000, 1064)), tuple(range(2000, 2064))  # two blocks each
+
+
+def in_turn(scheduler: Scheduler, *prompts: tuple[int, ...], longest: int = 200) -> None:
+    """One after another on the only slot, in this order: those with more work left are served first."""
+    for ticket, prompt in enumerate(prompts):
+        request = SequenceRequest(str(ticket), prompt, longest - 20 * ticket - len(prompt))
+        scheduler.advance([Submitted(ticket, request)], 0.0)
+
+
+def finish_next(scheduler: Scheduler) -> Begin | None:
+    """The only one that runs ends; who begins then."""
+    (lease,) = scheduler.slots[0].leases
+    return next((begin for _, begin in finish(scheduler, 0, lease)), None)
+
+
+def test_what_rows_to_come_begin_with_outlives_what_nobody_wants():
+    """Seven blocks. The third row needs five, and the oldest prefix is the one that the fourth begins with."""
+    scheduler = make(num_workers=1, max_active=1, num_blocks=7)
+    in_turn(scheduler, (*A, 1), (*B, 1), tuple(range(3000, 3125)), (*A, 2))
+    second, third = finish_next(scheduler), finish_next(scheduler)
+    assert (second.computed, third.computed) == (0, 0)
+    assert scheduler.tables.index.num_evicted == 2  # the two of the second row
+    fourth = finish_next(scheduler)
+    assert fourth.computed == 64
+    assert finish_next(scheduler) is None
+    scheduler.check()
+
+
+def test_what_nobody_wants_any_more_goes_by_age_again():
+    scheduler = make(num_workers=1, max_active=1, num_blocks=7)
+    in_turn(scheduler, (*A, 1), (*B, 1), tuple(range(3000, 3125)), (*A, 2))
+    finish_next(scheduler), finish_next(scheduler)  # now it has been set aside
+    scheduler.advance([Cancelled(3)], 0.0)
+    submit(scheduler, 5, tuple(range(4000, 4125)), 30)
+    assert finish_next(scheduler).computed == 0
+    assert not scheduler.tables.match((*A, 2)).nodes
+    scheduler.check()
+
+
+def test_everything_is_wanted_and_still_somebody_must_go():
+    """Five blocks: the second row needs one of the two that the third begins with, its last."""
+    scheduler = make(num_workers=1, max_active=1, num_blocks=5)
+    in_turn(scheduler, (*A, 1), (*B, 1), (*A, 2), longest=160)
+    assert finish_next(scheduler).computed == 0
+    assert finish_next(scheduler).computed == 32
+    assert finish_next(scheduler) is None
+    scheduler.check()
+
+
+def test_a_line_knows_the_beginnings_of_its_fresh_ones():
+    line = WaitingLine()
+    for ticket, prompt in enumerate([(1, 2, 3), (1, 2), (5,), (1, 2, 3, 4)], 1):
+        line.push(Sequence(ticket, SequenceRequest(str(ticket), prompt, 9), list(prompt)))
+    answers = {
+        tokens: line.has_beginning(tokens) for tokens in [(1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), (5,), (6,), (1, 9)]
+    }
+    assert answers == {
+        (1,): True, (1, 2): True, (1, 2, 3): True, (1, 2, 3, 4): False, (5,): False, (6,): False, (1, 9): False
+    }  # fmt: skip
