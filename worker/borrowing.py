@@ -20,32 +20,32 @@ FIRST_RETRY, LAST_RETRY = 32, 1024
 
 
 class Borrowing:
-    """num_own: threads that the worker has anyway."""
+    """num_own: threads that the worker has anyway. cores: those lent to it now."""
 
     def __init__(self, num_own: int) -> None:
         self._num_own = num_own
-        self._cores: tuple[int, ...] = ()
+        self.cores: tuple[int, ...] = ()
         self._measured: tuple[int, ...] = ()  # the cores that what is known is about
         self._rungs = [0]
         self._kinds: dict[int, _Ladder] = {}
 
     def offer(self, cores: tuple[int, ...]) -> None:
         """These are lent from now on, nearest first; () when none are any more."""
-        self._cores = cores
+        self.cores = cores
         if cores and cores != self._measured:
             self._measured, self._rungs = cores, _rungs(self._num_own, len(cores))
             self._kinds = {rows: ladder.without_borrowed() for rows, ladder in self._kinds.items()}
 
     def choose(self, num_rows: int) -> tuple[int, ...]:
         """The cores to use in a step of so many rows."""
-        if not self._cores:
+        if not self.cores:
             return ()
         ladder = self._kinds.setdefault(num_rows.bit_length(), _Ladder())
-        return self._cores[: self._rungs[ladder.choose(len(self._rungs))]]
+        return self.cores[: self._rungs[ladder.choose(len(self._rungs))]]
 
     def observe(self, num_rows: int, num_borrowed: int, seconds: float) -> None:
         """How long a step of so many rows took, on so many borrowed cores, while some were lent."""
-        if self._cores:
+        if self.cores:
             self._kinds[num_rows.bit_length()].observe(self._rungs.index(num_borrowed), seconds / num_rows)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from coremill.config.counters import CounterPage, create_page
-from coremill.config.messages import Ready, Stop, decode, encode
+from coremill.config.messages import Borrow, Ready, Stop, decode, encode
 from coremill.config.request import SequenceRequest, SequenceResult
+from coremill.config.topology import CoreGroup
 from coremill.coordinator.events import (
     Cancelled,
     Finish,
@@ -67,6 +68,9 @@ class FakeModel:
 
     def profile(self):
         return []
+
+    def borrow(self, cores):
+        pass
 
     def copy_block(self, source, target, num_tokens):
         for at in range(num_tokens):
@@ -135,6 +139,8 @@ class World:
         self.pages = {index: CounterPage(create_page("test")) for index in range(limits.num_workers)}
         self.requests: dict[int, SequenceRequest] = {}
         self.results: dict[int, SequenceResult] = {}
+        self.lent: dict[int, tuple[int, ...]] = {}  # by borrower, as far as it has been told
+        self.num_loans = 0
         self.retired: list[int] = []
         self.given_up: str | None = None
         self.now = 0.0
@@ -174,6 +180,7 @@ class World:
     def die(self, index: int, crashed: bool = False, hopeless: bool = False) -> None:
         """What it has said has been heard or not; from here on nothing of it is."""
         del self.workers[index]
+        self.lent.pop(index, None)
         alone = self.pages[index]["alone_lease"]
         self.pages[index]["alone_lease"] = 0
         self.happen(WorkerDied(index, "SIGSEGV" if crashed else "SIGKILL", crashed, alone, hopeless))
@@ -193,6 +200,9 @@ class World:
                     page = self.pages[index]
                     self.workers[index] = SimulatedWorker(self.arena, self.full_blocks, self.step_tokens, page)
                 case Send(index, message):
+                    if isinstance(message, Borrow):
+                        self.num_loans += bool(message.cores)
+                        self.lent[index] = message.cores
                     if index in self.workers:
                         self.workers[index].inbox.append(encode(message))
                 case Finish(ticket, result):
@@ -213,6 +223,22 @@ class World:
                 read.update(sequence.blocks[: sequence.computed // 32])
         assert len(writable) == len(set(writable)), "two workers may write to one block"
         assert not read & set(writable), "a worker may write to a block that another reads"
+        self.check_loans()
+
+    def check_loans(self) -> None:
+        """Nothing is lent twice, or while its owner has a use for it; otherwise all that can be is, evenly."""
+        scheduler, groups = self.scheduler, self.scheduler.limits.groups
+        ready = [slot for slot in scheduler.slots if slot.state == "ready"]
+        idle, busy = [slot for slot in ready if not slot.leases], [slot for slot in ready if slot.leases]
+        lent = [core for cores in self.lent.values() for core in cores]
+        assert len(lent) == len(set(lent)), "a core is lent twice"
+        assert set(lent) <= {core for slot in idle for core in groups[slot.index].cores}, "lent by one that needs it"
+        assert all(index in [slot.index for slot in busy] for index, cores in self.lent.items() if cores)
+        on_their_way = any(lease.closing for slot in scheduler.slots for lease in slot.leases.values())
+        if groups and idle and busy and not on_their_way:
+            assert len(lent) == sum(len(groups[slot.index].cores) for slot in idle), "somebody could lend"
+            counts = Counter(scheduler.loans.borrower_of.values())
+            assert max(counts.values()) - min(counts[slot.index] for slot in busy) <= 1, "lent unevenly"
 
     def turn(self) -> bool:
         """Everybody does all there is to do once; False when there was nothing."""
@@ -239,12 +265,20 @@ class World:
         counts = self.scheduler.count_blocks()
         unused = counts["free"] + counts["cached"]
         assert unused == self.scheduler.limits.num_blocks, f"blocks are missing at the end: {counts}"
+        for index, worker in self.workers.items():
+            assert worker.loop.borrowing.cores == self.lent.get(index, ()) == (), "borrowed and not given back"
 
     def verify(self, ticket: int) -> None:
         """The result is that of an undisturbed run."""
         result = self.results[ticket]
         assert result.error is None, result.error
         assert (result.token_ids, result.text, result.finish_reason) == expected(self.requests[ticket])
+
+
+def core_groups(num_workers: int, size: int = 1) -> tuple[CoreGroup, ...]:
+    """Two groups on each NUMA node."""
+    cores = [tuple(range(index * size, (index + 1) * size)) for index in range(num_workers)]
+    return tuple(CoreGroup(mine, numa=index // 2) for index, mine in enumerate(cores))
 
 
 def random_request(rng: random.Random, key: str, longest: int = 120, family: int = 0) -> SequenceRequest:
@@ -271,7 +305,8 @@ def world():
     """World(limits...) of which every row can be verified."""
 
     def make(num_workers=1, max_active=4, num_blocks=64, step_tokens=16, max_length=1024) -> World:
-        return World(Limits(num_workers, max_active, num_blocks, max_length, VOCAB), step_tokens)
+        groups = core_groups(num_workers)
+        return World(Limits(num_workers, max_active, num_blocks, max_length, VOCAB, groups=groups), step_tokens)
 
     return make
 
@@ -326,3 +361,30 @@ def engine(tiny_pack):
     yield start
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def coordinator(tiny_pack, monkeypatch):
+    """start(fake=False, **options) -> a Coordinator, closed after the test. fake: workers with a make-believe model."""
+    from coremill.coordinator import Coordinator
+    from coremill.coordinator.engine import Engine
+    from coremill.coordinator.python import local
+
+    def new_engine(pack_path, config, on_event):
+        cores = sorted(os.sched_getaffinity(0))
+        groups = [CoreGroup((cores[index % len(cores)],)) for index in range(config.workers or 1)]
+        command = (sys.executable, str(HERE / "fake_worker.py"))
+        return Engine(pack_path, config, groups, on_event=on_event, worker_command=command, stop_ids=(STOP_ID,))
+
+    made = []
+
+    def start(fake=False, **options) -> Coordinator:
+        with monkeypatch.context() as patch:
+            if fake:
+                patch.setattr(local, "_new_engine", new_engine)
+            made.append(Coordinator(tiny_pack, **options))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coremill.coordinator.prefix import MIN_WAIT
+
 
 def disturb(world, rng: random.Random, sim, num_rows: int, poison: set[int]) -> None:
     """Everything that can happen, in any order, until all rows have been submitted."""
@@ -56,7 +58,8 @@ def disturb(world, rng: random.Random, sim, num_rows: int, poison: set[int]) -> 
 )
 def test_random_events(sim, seed, num_workers, max_active, num_blocks, step_tokens, prefix_cache):
     rng, poison = random.Random(seed), set()
-    limits = sim.Limits(num_workers, max_active, num_blocks, 190, sim.VOCAB, prefix_cache=prefix_cache)
+    groups = sim.core_groups(num_workers, rng.choice([1, 2]))
+    limits = sim.Limits(num_workers, max_active, num_blocks, 190, sim.VOCAB, prefix_cache=prefix_cache, groups=groups)
     world = sim.World(limits, step_tokens)
     disturb(world, rng, sim, num_rows=40, poison=poison)
     world.run()
@@ -143,4 +146,40 @@ def test_at_the_end_of_a_file_nobody_idles_while_another_holds_two(world, sim, n
             idle = sum(counts[index] == 0 and max(counts) >= 2 for counts in tail)
             assert idle <= max(len(tail) / 5, 2), (seed, index, tail)
         shared.run()
+        assert shared.num_loans
         assert shared.scheduler.counts["recomputed_tokens"] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_workers=st.integers(1, 5),
+    max_active=st.integers(1, 6),
+    step_tokens=st.sampled_from([1, 7, 16, 64]),
+)
+def test_what_prompts_share_is_computed_once(sim, seed, num_workers, max_active, step_tokens):
+    """Counted by those who compute, in an arena that is large enough; rows come before, while and after others run."""
+    rng = random.Random(seed)
+    groups = sim.core_groups(num_workers)
+    world = sim.World(sim.Limits(num_workers, max_active, 3000, 400, sim.VOCAB, groups=groups), step_tokens)
+    prompts = [()]
+    for row in range(rng.randint(2, 40)):
+        # A branch off another prompt, somewhere; its end is its own.
+        begin = rng.choice(prompts)
+        begin = begin[: rng.choice([len(begin), rng.randint(0, len(begin))])]
+        more = rng.choice([0, 1, 31, 32, 33, rng.randint(0, 100)])
+        prompt = begin + tuple(rng.randrange(1, sim.POISON) for _ in range(more + 12))
+        prompts.append(prompt[-380:] if len(prompt) > 380 else prompt)
+        world.submit(sim.SequenceRequest(str(row), prompts[-1], rng.randint(1, 20), seed=rng.randrange(1 << 64)))
+        for _ in range(rng.choice([0, 0, 1, 5])):
+            world.turn()
+    world.run()
+    for ticket in world.requests:
+        world.verify(ticket)
+    beginnings = {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}
+    # The last token of each prompt is always computed, and whoever shares a block that is not full yet may rather
+    # compute up to MIN_WAIT - 1 tokens of it than wait.
+    computed = sum(page["prefill_tokens"] for page in world.pages.values())
+    assert len(beginnings) <= computed <= len(beginnings) + (len(prompts) - 1) * MIN_WAIT
+    again = [len(tokens) for tokens, count in world.full_blocks.items() if count > 1 and tokens in beginnings]
+    assert not [length for length in again if length not in {len(prompt) for prompt in prompts}]
