@@ -264,5 +264,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" when a known name is close, else nothing."""
     import difflib
 
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
     return f"; did you mean '{close[0]}'?" if close else ""

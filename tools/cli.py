@@ -91,15 +91,8 @@ def _exit_code_of(call: Callable[[], Any]) -> int:
         result = call()
         sys.stdout.flush()
         return result if isinstance(result, int) else EXIT_OK
-    except click.NoSuchOption as error:
-        if error.option_name in _ELSEWHERE:
-            error.possibilities = None
-            error.message += f" Here it is {_ELSEWHERE[error.option_name]}."
-        error.show()
-        return error.exit_code
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        return _report_usage(error)
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("coremill: interrupted", err=True)
         return EXIT_INTERRUPTED
@@ -109,6 +102,20 @@ def _exit_code_of(call: Callable[[], Any]) -> int:
         if os.environ.get("COREMILL_DEBUG", "0") not in ("", "0"):
             raise
         return _report(error)
+
+
+def _report_usage(error: click.ClickException) -> int:
+    """Click's own errors in one line, like all others; its exit code."""
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # the help, whole
+        error.show()
+        return error.exit_code
+    if isinstance(error, click.NoSuchOption) and error.option_name in _ELSEWHERE:
+        error.possibilities = None
+        error.message += f" Here it is {_ELSEWHERE[error.option_name]}."
+    context = getattr(error, "ctx", None)
+    path = "coremill" if context is None else context.command_path
+    click.echo(f"coremill: {' '.join(error.format_message().split()).rstrip('.')} ({path} --help)", err=True)
+    return error.exit_code
 
 
 def _report(error: Exception) -> int:

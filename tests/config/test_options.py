@@ -187,6 +187,13 @@ def test_wrong_files(elsewhere, text, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["input", "threads", "batch", "url"])
+def test_what_is_like_nothing_gets_no_suggestion(elsewhere, name):
+    (elsewhere / "coremill.toml").write_text(f"{name} = 3")
+    with pytest.raises(ConfigError, match=f"unknown key '{name}'$"):
+        run()
+
+
 def test_files_that_cannot_be_read(elsewhere):
     with pytest.raises(ConfigError, match=r"configuration file no\.toml: No such file"):
         run({"config": "no.toml"})

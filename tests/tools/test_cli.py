@@ -62,6 +62,28 @@ def test_version():
     assert (done.returncode, done.stdout) == (0, "coremill 0.1.0\n")
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["run"], "coremill: Missing argument 'IN' (coremill run --help)"),
+        (["run", "in", "--wokers", "3"], "coremill: No such option"),
+        (["run", "in", "-t", "3"], "Here it is --workers and --cores-per-worker (coremill run --help)"),
+        (["run", "in", "more"], "(coremill run --help)"),
+        (["cache", "prun"], "coremill: No such command 'prun'; did you mean 'prune'? (coremill cache --help)"),
+        (["run", "in", "-m"], "requires an argument (coremill"),
+    ],
+)
+def test_usage_errors_are_one_line_with_a_hint(args, said):
+    done = coremill(*args)
+    assert (done.returncode, done.stdout) == (cli.EXIT_USAGE, "")
+    assert said in done.stderr and done.stderr.startswith("coremill: ") and done.stderr.count("\n") == 1
+
+
+def test_alone_it_shows_its_help():
+    done = coremill()
+    assert done.returncode == cli.EXIT_USAGE and "Exit codes:" in done.stdout + done.stderr
+
+
 def test_unknown_verb():
     done = coremill("dcotor")
     assert done.returncode == cli.EXIT_USAGE
