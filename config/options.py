@@ -199,7 +199,7 @@ OPTIONS: tuple[Option, ...] = (
            "Write the logits of all tokens to this file: float32 [tokens][vocabulary], for numpy.load.",
            ("perplexity",), default_text="none"),
     Option("json", Flag(), False, "Print one JSON object instead of a text for people.",
-           ("doctor", *_BENCHES, "inspect", "cache ls", "perplexity", "top"),
+           ("doctor", *_BENCHES, "inspect", "cache", "cache ls", "perplexity", "top"),
            verb_help={"top": ("Print one JSON object per look instead of a table.", "no")}),
     Option("once", Flag(), False, "Print one table and leave; so it is without a terminal.", ("top",)),
     Option("interval", Number(0.1, 3600, "SECONDS"), 1.0, "Time between looks.", ("top",)),
@@ -232,7 +232,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("weights", Choice(("f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")), "q4_k",
            "Format of the random weights.", ("bench shape",)),
     Option("config", Text("FILE"), None, "TOML file with options.",
-           (*_MODEL, "bench shape", "cache ls", "cache prune", "doctor", "top"), default_text="none", in_files=False),
+           (*_MODEL, "bench shape", "cache", "cache ls", "cache prune", "doctor", "top"),
+           default_text="none", in_files=False),
 )  # fmt: skip
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coremill.config.options import of_verb
 from coremill.config.settings import Settings
 from coremill.tools.options import Verb, VerbGroup, takes
 
@@ -26,11 +25,14 @@ if TYPE_CHECKING:
         ("coremill cache prune --unused-days 30", "remove packs without a source, and what was not used for a month"),
     ],
 )
+@takes("cache")
 @click.pass_context
-def command(context: click.Context) -> None:
+def command(context: click.Context, settings: Settings) -> None:
     """List and remove packed models; alone it lists them. COREMILL_CACHE sets the folder."""
     if context.invoked_subcommand is None:
-        context.invoke(ls, **{option.name: None for option in of_verb("cache ls")})
+        _list(settings["json"])
+    elif lost := [settings.source(name) for name in settings if settings.source(name).startswith("--")]:
+        raise click.UsageError(f"{lost[0]} goes behind the word '{context.invoked_subcommand}'", context)
 
 
 @command.command("path", cls=Verb, examples=[('du -sh "$(coremill cache path)"', "how much the cache holds")])
@@ -45,12 +47,16 @@ def path() -> None:
 @takes("cache ls")
 def ls(settings: Settings) -> None:
     """List packs and fetched models, least recently used first."""
+    _list(settings["json"])
+
+
+def _list(as_json: bool) -> None:
     from coremill.config.memory import format_size
     from coremill.native.cache import cache_folder
 
     root = cache_folder()
     entries = _entries(root)
-    if settings["json"]:
+    if as_json:
         click.echo(json.dumps({"folder": str(root), "entries": entries}, indent=2))
         return
     for entry in entries:

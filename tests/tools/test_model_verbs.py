@@ -191,6 +191,8 @@ def test_cache_lists_and_prunes(model, root):
     assert entry["path"] == str(pack) and entry["sources"] == [str(model)] and entry["name"] == "Tiny"
     assert f"Tiny, from {model}" in coremill("cache", "ls")
     assert coremill("cache") == coremill("cache", "ls")
+    assert coremill("cache", "--json") == coremill("cache", "ls", "--json")
+    assert "--json goes behind the word 'ls'" in refused("cache", "--json", "ls")
     assert coremill("cache", "prune") == "nothing to remove\n" and pack.exists()
     model.unlink()
     assert "source gone or changed" in coremill("cache", "ls")
