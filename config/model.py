@@ -7,11 +7,12 @@ the pack file. Whatever coremill would compute wrongly is refused here, by the n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from coremill.config.errors import UnsupportedModelError
+from coremill.config.model_keys import Keys, is_array, is_number, shown
 
 # Above these a file is nonsense rather than large; they keep every product of sizes far below 2**63.
 MAX_WIDTH = 1 << 20
@@ -131,72 +132,31 @@ class ModelSpec:
         _refuse_other_files(metadata)
         architecture = metadata.get("general.architecture")
         if not isinstance(architecture, str):
-            raise UnsupportedModelError("general.architecture is missing: this is not a language model file")
+            found = "missing" if architecture is None else shown(architecture)
+            raise UnsupportedModelError(f"general.architecture is {found}: this is not a language model file")
         reader = _ARCHITECTURES.get(architecture)
         if reader is None:
             known = ", ".join(sorted(_ARCHITECTURES))
             raise UnsupportedModelError(f"general.architecture '{architecture}' is not supported; supported: {known}")
-        return reader(_Keys(metadata, architecture), tensors)
+        return reader(Keys(metadata, architecture), tensors)
 
 
 def _refuse_other_files(metadata: Mapping[str, Any]) -> None:
     """Files that hold something else than a model, or its blocks in another form than this version reads."""
     kind, version = metadata.get("general.type", "model"), metadata.get("general.quantization_version", _QUANTIZATION)
     if kind != "model":
-        raise UnsupportedModelError(f"general.type is {kind!r}: only files of whole models ('model') are supported")
-    if version != _QUANTIZATION:
-        raise UnsupportedModelError(f"general.quantization_version is {version!r}; only {_QUANTIZATION} is supported")
+        raise UnsupportedModelError(
+            f"general.type is {shown(kind)}: only files of whole models ('model') are supported"
+        )
+    if type(version) is not int or version != _QUANTIZATION:
+        raise UnsupportedModelError(
+            f"general.quantization_version is {shown(version)}; only {_QUANTIZATION} is supported"
+        )
 
 
 def _require(condition: bool, field: str, value: Any) -> None:
     if not condition:
         raise UnsupportedModelError(f"model description: {field} is {value!r}, which no model can have")
-
-
-class _Keys:
-    """Checked access to the keys of one architecture: `keys.integer("block_count", 1, 99)`."""
-
-    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
-        self.metadata = metadata
-        self.architecture = architecture
-
-    def full(self, key: str) -> str:
-        return f"{self.architecture}.{key}"
-
-    def get(self, key: str) -> Any:
-        return self.metadata.get(self.full(key))
-
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value = self.get(key)
-        if value is None:
-            value = self._default(key, default)
-        value = self._uniform(key, value)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise UnsupportedModelError(f"{self.full(key)} is {value!r}, not a whole number of {low} to {high}")
-        return value
-
-    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        value = self.get(key)
-        if value is None:
-            value = self._default(key, default)
-        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value) or not low <= value <= high:
-            raise UnsupportedModelError(f"{self.full(key)} is {value!r}, not a number of {low:g} to {high:g}")
-        return float(value)
-
-    def _default(self, key: str, default: Any) -> Any:
-        if default is None:
-            raise UnsupportedModelError(f"{self.full(key)} is missing")
-        return default
-
-    def _uniform(self, key: str, value: Any) -> Any:
-        """Some files give one number per layer; one packed plan needs them all alike."""
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            return value
-        distinct = set(value)
-        if len(distinct) != 1:
-            raise UnsupportedModelError(f"{self.full(key)} differs between layers, which is not supported")
-        return distinct.pop()
 
 
 # Keys that change what a llama-like model computes, and the value at which they change nothing.
@@ -219,26 +179,32 @@ _NEUTRAL: dict[str, float] = {
 _ROW_ORDERS = ("reference", "Meta AI original pth")
 
 
-def _refuse_unknown_operations(keys: _Keys) -> None:
+def _refuse_unknown_operations(keys: Keys) -> None:
     for key, neutral in _NEUTRAL.items():
         value = keys.get(key)
-        if value is not None and value != neutral and value != 0:
+        if value is None:
+            continue
+        if not (isinstance(value, bool) if isinstance(neutral, bool) else is_number(value)):
+            kind = "true or false" if isinstance(neutral, bool) else "a number"
+            raise UnsupportedModelError(f"{keys.full(key)} is {shown(value)}, not {kind}")
+        if value != neutral and value != 0:
             what = "a mixture of experts" if key == "expert_count" else "this"
             raise UnsupportedModelError(f"{keys.full(key)} is {value!r}: {what} is not supported")
-    window, context = keys.get("attention.sliding_window"), keys.get("context_length")
-    if isinstance(window, int) and isinstance(context, int) and 0 < window < context:
+    window = keys.integer("attention.sliding_window", 0, 2**64 - 1, default=0)
+    context = keys.integer("context_length", 1, MAX_CONTEXT)
+    if 0 < window < context:
         raise UnsupportedModelError(
             f"{keys.full('attention.sliding_window')} is {window}, less than the context of {context}: "
             "sliding windows are not supported"
         )
     order = keys.get("tensor_data_layout")
     if order not in (None, *_ROW_ORDERS):
-        raise UnsupportedModelError(f"{keys.full('tensor_data_layout')} is {order!r}, which is not supported")
+        raise UnsupportedModelError(f"{keys.full('tensor_data_layout')} is {shown(order)}, which is not supported")
     if keys.get("attention.causal") is False:
         raise UnsupportedModelError(f"{keys.full('attention.causal')} is false: only causal models generate text")
 
 
-def _gguf_llama(keys: _Keys, tensors: Mapping[str, TensorShape]) -> ModelSpec:
+def _gguf_llama(keys: Keys, tensors: Mapping[str, TensorShape]) -> ModelSpec:
     _refuse_unknown_operations(keys)
     hidden = keys.integer("embedding_length", 1, MAX_WIDTH)
     heads = keys.integer("attention.head_count", 1, MAX_WIDTH)
@@ -269,7 +235,7 @@ def _gguf_llama(keys: _Keys, tensors: Mapping[str, TensorShape]) -> ModelSpec:
     )
 
 
-def _head_dim(keys: _Keys, hidden: int, heads: int) -> int:
+def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
     if keys.get("attention.key_length") is None and hidden % heads:
         raise UnsupportedModelError(
             f"{keys.full('embedding_length')} {hidden} is not a multiple of {keys.full('attention.head_count')} {heads}"
@@ -286,7 +252,7 @@ def _head_dim(keys: _Keys, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _vocab_size(keys: _Keys, tensors: Mapping[str, TensorShape]) -> int:
+def _vocab_size(keys: Keys, tensors: Mapping[str, TensorShape]) -> int:
     """Rows of the embedding, which is what the kernels gather from; the token list must agree."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
@@ -297,14 +263,19 @@ def _vocab_size(keys: _Keys, tensors: Mapping[str, TensorShape]) -> int:
         )
     vocab = embedding.shape[1]
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
-    if tokens is not None and len(tokens) != vocab:
+    if tokens is None:
+        return vocab
+    # The elements of an array in a file are all of one type.
+    if not is_array(tokens) or not all(isinstance(token, str) for token in tokens[:1]):
+        raise UnsupportedModelError(f"tokenizer.ggml.tokens is {shown(tokens)}, not an array of strings")
+    if len(tokens) != vocab:
         raise UnsupportedModelError(
             f"tokenizer.ggml.tokens has {len(tokens)} entries, but 'token_embd.weight' has {vocab} rows"
         )
     return vocab
 
 
-def _rope(keys: _Keys, head_dim: int, context: int, tensors: Mapping[str, TensorShape]) -> RopeSpec:
+def _rope(keys: Keys, head_dim: int, context: int, tensors: Mapping[str, TensorShape]) -> RopeSpec:
     dim = keys.integer("rope.dimension_count", 2, head_dim, default=head_dim)
     if dim % 2:
         raise UnsupportedModelError(f"{keys.full('rope.dimension_count')} is {dim}, not an even number")
@@ -314,7 +285,7 @@ def _rope(keys: _Keys, head_dim: int, context: int, tensors: Mapping[str, Tensor
     if scaling is None:
         scaling = "linear" if factor != 1.0 else "none"
     if scaling not in ("none", "linear", "yarn"):
-        raise UnsupportedModelError(f"{keys.full('rope.scaling.type')} '{scaling}' is not supported")
+        raise UnsupportedModelError(f"{keys.full('rope.scaling.type')} {shown(scaling)} is not supported")
     if keys.number("rope.scaling.yarn_log_multiplier", 0.0, 1e6, 0.0):
         raise UnsupportedModelError(f"{keys.full('rope.scaling.yarn_log_multiplier')} is not supported")
     # Llama 3 files carry the ready divisors as a tensor and no scaling type.
@@ -341,7 +312,9 @@ def _rope(keys: _Keys, head_dim: int, context: int, tensors: Mapping[str, Tensor
 
 def _text(metadata: Mapping[str, Any], key: str) -> str | None:
     value = metadata.get(key)
-    return value if isinstance(value, str) and value else None
+    if value is not None and not isinstance(value, str):
+        raise UnsupportedModelError(f"{key} is {shown(value)}, not a text")
+    return value or None
 
 
 _ARCHITECTURES = {"llama": _gguf_llama}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from coremill.config.arena import ArenaGeometry
 from coremill.config.errors import UnsupportedModelError
 from coremill.config.formats import FORMATS, PANEL_ROWS, Format
 from coremill.config.layout import MatrixRule, all_rules
+from coremill.config.model_keys import shown
 from coremill.config.options import default_of
 from coremill.native.gguf import GGUFFile, open_gguf, type_name
 from coremill.native.packfile import PackedMatrix, PackFile, is_pack, open_pack
@@ -51,9 +52,9 @@ def _unsupported_facts(gguf: GGUFFile, why: str) -> dict[str, Any]:
     return {
         "supported": False,
         "why": why,
-        "name": metadata.get("general.name"),
-        "architecture": architecture,
-        "license": metadata.get("general.license"),
+        "name": _text(metadata.get("general.name")),
+        "architecture": _text(architecture),
+        "license": _text(metadata.get("general.license")),
         "parameters": count_parameters(gguf),
         "formats": formats,
         "tokenizer": _tokenizer_facts(metadata),
@@ -78,12 +79,17 @@ def _pack_facts(pack: PackFile, layout: bool) -> dict[str, Any]:
     return facts | ({"layout": _layout(pack)} if layout else {})
 
 
+def _text(value: Any) -> str | None:
+    """Any file may have anything there."""
+    return value if value is None or isinstance(value, str) else shown(value)
+
+
 def _tokenizer_facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     return {
-        "model": metadata.get("tokenizer.ggml.model"),
-        "pre": metadata.get("tokenizer.ggml.pre"),
-        "tokens": None if tokens is None else len(tokens),
+        "model": _text(metadata.get("tokenizer.ggml.model")),
+        "pre": _text(metadata.get("tokenizer.ggml.pre")),
+        "tokens": len(tokens) if isinstance(tokens, Sequence) else None,
     }
 
 

@@ -1,6 +1,7 @@
 """Descriptions of models: read from metadata, checked, refused by the name of the key."""
 
 import math
+from array import array
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -120,6 +121,62 @@ def test_refusals_name_the_key(key, value, words):
     with pytest.raises(UnsupportedModelError, match=words) as caught:
         read({key: value})
     assert f"llama.{key}" in str(caught.value)
+
+
+class Seen(dict):
+    """Metadata that remembers which keys were asked for."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.keys_read = set()
+
+    def get(self, key, default=None):
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+
+EMBEDDING = {"token_embd.weight": SimpleNamespace(shape=(64, 321), format=0)}
+
+
+def keys_that_are_read() -> list[str]:
+    seen = Seen(BASE)
+    ModelSpec.from_gguf(seen, EMBEDDING)
+    return sorted(seen.keys_read)
+
+
+# What no key may be, whatever its type.
+STRANGERS = [
+    b"x",
+    [],
+    [[2, 2]],
+    [[2], [3]],
+    ["x", "y"],
+    [array("I", [2])],
+    array("d"),
+    array("I", [2, 3]),
+    ["x" * 999] * 999,
+]
+TEXTS = {"general.architecture", "general.name", "general.license", "general.type"}
+TEXTS |= {"llama.rope.scaling.type", "llama.tensor_data_layout"}
+FLAGS = {"llama.attention.causal", "llama.use_parallel_residual"}
+FRACTIONS = ("scale", "bias", "clamp_kqv", "softcapping", "epsilon", "freq_base", "factor", "linear", "multiplier")
+FRACTIONS += ("beta_fast", "beta_slow")
+
+
+@pytest.mark.parametrize("key", keys_that_are_read())
+def test_no_key_is_taken_in_another_type(key):
+    wrong = list(STRANGERS)
+    if key == "tokenizer.ggml.tokens":
+        wrong += [7, 2.5, True, "x" * 321, array("I", [1] * 321)]
+    elif key in TEXTS:
+        wrong += [7, 2.5, True]
+    else:
+        wrong += ["2", "x" * 999, *([0, 1, 2.5] if key in FLAGS else [True, False])]
+        wrong += [] if key in FLAGS or key.endswith(FRACTIONS) or key == "llama.expert_count" else [2.0, 64.0]
+    for value in wrong:
+        with pytest.raises(UnsupportedModelError) as caught:
+            ModelSpec.from_gguf(BASE | {key: value}, EMBEDDING)
+        assert key in str(caught.value) and len(str(caught.value)) < 300
 
 
 def test_values_that_change_nothing_are_accepted():

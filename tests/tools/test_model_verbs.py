@@ -124,6 +124,20 @@ def test_inspect_says_why_a_model_is_not_supported(tmp_path, root):
     assert report["supported"] is False and "mamba" in report["why"] and report["parameters"] == 256
 
 
+def test_inspect_shows_values_of_other_types_than_they_should_be(tmp_path, root):
+    file = gguf_writer.GGUFBuilder()
+    file.add("general.architecture", "string", "llama")
+    for key in ("general.name", "general.license", "tokenizer.ggml.model", "tokenizer.ggml.pre"):
+        file.add(key, "[u32]", [1, 2])
+    file.add("tokenizer.ggml.tokens", "u32", 7)
+    file.add("llama.context_length", "[[u32]]", [[7]])
+    file.tensor("t", (256,), 10, bytes(84))
+    assert "an array of 2, pre an array of 2, 0 tokens" in coremill("inspect", file.save(tmp_path / "m.gguf"))
+    report = json.loads(coremill("inspect", tmp_path / "m.gguf", "--json"))
+    assert report["why"] == "llama.context_length is an array of 1, not a number or one for each layer"
+    assert report["name"] == report["license"] == "an array of 2" and report["tokenizer"]["tokens"] is None
+
+
 def test_malformed_files_are_one_line(tmp_path, root):
     (tmp_path / "m.gguf").write_bytes(b"GGUF\3\0\0\0" + bytes(4))
     assert refused("inspect", tmp_path / "m.gguf").count("\n") == 1
