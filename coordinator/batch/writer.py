@@ -13,7 +13,6 @@ import stat
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from coremill.config.errors import RunError
@@ -266,8 +265,10 @@ def _check_paths(paths: dict[str, str], input_identity: tuple[int, int] | None) 
             raise RunError(f"{role} cannot be standard output: a run must be able to resume from it; give a file name")
         try:
             status = os.stat(path)
-        except OSError:
-            identity: Any = str(Path(path).resolve())
+        except FileNotFoundError:
+            identity: Any = os.path.realpath(path)
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error.strerror}") from None
         else:
             identity = (status.st_dev, status.st_ino)
             if not stat.S_ISREG(status.st_mode):

@@ -352,6 +352,18 @@ def test_one_file_in_two_roles_is_refused(batch):
     batch.run()
 
 
+def test_a_symlink_that_leads_to_itself_is_refused(batch):
+    batch.write(prompts(3))
+    loop = batch.folder / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(RunError, match="cannot write .*loop: Too many levels of symbolic links"):
+        batch.run(errors=str(loop))
+    batch.out = loop
+    with pytest.raises(RunError, match="cannot write .*loop: Too many levels of symbolic links"):
+        batch.run()
+    assert sorted(path.name for path in batch.folder.iterdir()) == [batch.input.name, "loop"]
+
+
 def test_foreign_files_are_left_alone(batch):
     batch.write(prompts(3))
     batch.out.write_text("my notes\n")
