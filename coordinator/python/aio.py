@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coremill.config.errors import EngineError
@@ -37,10 +38,14 @@ class AsyncCoordinator:
         model: str | os.PathLike[str],
         *,
         max_queue: int | None = None,
+        queue: str | os.PathLike[str] | None = None,
+        keep: float | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         **options: Any,
     ) -> None:
-        self._make = lambda: Coordinator(model, max_queue=max_queue, on_event=on_event, **options)
+        self._make = lambda: Coordinator(
+            model, max_queue=max_queue, queue=queue, keep=keep, on_event=on_event, **options
+        )
         self._blocking: Coordinator | None = None
 
     @classmethod
@@ -79,6 +84,7 @@ class AsyncCoordinator:
         seed: int | None = None,
         stop: str | Iterable[str] | None = None,
         allow_special: bool = False,
+        id: str | None = None,
         custom_id: str | None = None,
         metadata: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -100,8 +106,11 @@ class AsyncCoordinator:
             "allow_special": allow_special, "metadata": metadata,
         }  # fmt: skip
         options = {"priority": priority, "timeout": timeout, "deadline": deadline, "retries": retries}
-        request, checked = coordinator._checked(given, options, custom_id)
+        kept = coordinator._is_kept(id)
+        request, checked = coordinator._checked(given, options, id if custom_id is None else custom_id)
         await enter(coordinator._roster, wait)
+        if kept:  # it is written to the disk first
+            return await asyncio.to_thread(coordinator._begin, request, checked, id, kept)
         return coordinator._begin(request, checked)
 
     def map(
@@ -132,6 +141,33 @@ class AsyncCoordinator:
             feed_by_thread(flow, rows)
         return results
 
+    # ---- jobs that are kept ----
+
+    async def job(self, id: str) -> Job:
+        """As Coordinator.job."""
+        return await asyncio.to_thread(self.blocking.job, id)
+
+    async def submit_all(self, rows: Iterable[Any], **fields: Any) -> list[Job]:
+        """As Coordinator.submit_all."""
+        return await asyncio.to_thread(lambda: self.blocking.submit_all(rows, **fields))
+
+    async def results(self, timeout: float | None = None) -> AsyncIterator[Job]:
+        """As Coordinator.results, for `async for`."""
+        with self.blocking.results() as results:
+            end = None if timeout is None else time.monotonic() + timeout
+            while True:
+                # In pieces, as a thread that waits cannot be called off.
+                left = 1.0 if end is None else max(0.0, min(1.0, end - time.monotonic()))
+                if await asyncio.to_thread(results.fetch, left):
+                    yield results.take()
+                    end = None if timeout is None else time.monotonic() + timeout
+                elif end is not None and time.monotonic() >= end:
+                    return
+
+    async def acknowledge(self, *jobs: Job | str) -> None:
+        """As Coordinator.acknowledge."""
+        await asyncio.to_thread(self.blocking.acknowledge, *jobs)
+
     def cancel_all(self) -> None:
         """Cancel every unfinished job."""
         self.blocking.cancel_all()
@@ -140,6 +176,7 @@ class AsyncCoordinator:
         """Wait until no job is unfinished."""
         self.blocking._check_owner()
         await answer_of(self.blocking._roster.idle())
+        await answer_of(self.blocking._backend.idle())
 
     # ---- text ----
 

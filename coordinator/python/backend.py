@@ -21,8 +21,12 @@ class Backend(Protocol):
     Attributes:
         num_slots: sequences that run at a time, on all workers.
         model_names: what a request may give in `model`.
+        keeps_jobs: whether jobs may be kept, by their ids (Keeping in kept.py). is_durable: all jobs of submit() are.
         is_own_thread: whether this is called by a thread that the jobs depend on, which must not wait for them.
     """
+
+    keeps_jobs: bool
+    is_durable: bool
 
     @property
     def num_slots(self) -> int: ...
@@ -53,6 +57,10 @@ class Backend(Protocol):
 
     def render(self, requests: Sequence[TextRequest]) -> Future[list[Any]]:
         """For each request the text of its chat, or a RequestError."""
+        ...
+
+    def idle(self) -> Future[None]:
+        """Done as soon as no kept job is unfinished, whoever submitted it."""
         ...
 
     def stats(self) -> dict[str, Any]: ...

@@ -72,14 +72,18 @@ class Job(Future[Completion]):
     CancelledError after cancel().
 
     Attributes:
-        id: its name, unlike that of any other job.
+        id: its name, unlike that of any other job. kept: it is found again by that (Coordinator.job) until it has been
+            acknowledged; Ctrl-C does not cancel it.
         custom_id, metadata: as submitted; custom_id is "job-N" for jobs submitted without.
         request, options: what is asked, and how it is queued (priority, deadline, retries).
     """
 
-    def __init__(self, coordinator: Coordinator, id: str, request: GenerationRequest, options: JobOptions) -> None:
+    def __init__(
+        self, coordinator: Coordinator, id: str, request: GenerationRequest, options: JobOptions, kept: bool = False
+    ) -> None:
         super().__init__()
         self.id = id
+        self.kept = kept
         self.request = request
         self.options = options
         self.handle: Any = None  # the backend's, whatever it wants to remember of the job
@@ -111,6 +115,10 @@ class Job(Future[Completion]):
             self.set_running_or_notify_cancel()
             self._coordinator._backend.cancel(self)
         return True
+
+    def acknowledge(self) -> None:
+        """Its outcome is in safe hands and need not be kept any longer (Coordinator.acknowledge)."""
+        self._coordinator.acknowledge(self)
 
     def result(self, timeout: float | None = None) -> Completion:
         """The Completion; TimeoutError when it takes longer than `timeout` seconds, which ends the waiting only."""
@@ -167,8 +175,13 @@ class Job(Future[Completion]):
         try:
             yield
         except KeyboardInterrupt:
-            self.cancel()
+            self._interrupt()
             raise
+
+    def _interrupt(self) -> None:
+        """Ctrl-C: who has gone away may come back for a kept job."""
+        if not self.kept:
+            self.cancel()
 
     def _watched(self) -> TextStream:
         """Its stream, which costs something for every token and is there only once somebody reads."""

@@ -65,6 +65,8 @@ class LocalBackend:
             self.engine.start()
             undo.pop_all()
 
+    keeps_jobs = is_durable = False
+
     @property
     def num_slots(self) -> int:
         return len(self.engine.groups) * self._config.max_active
@@ -173,6 +175,11 @@ class LocalBackend:
     def render(self, requests: Sequence[TextRequest]) -> Future[list[Any]]:
         return self.text.submit(requests, "render")
 
+    def idle(self) -> Future[None]:
+        nothing_kept: Future[None] = Future()
+        nothing_kept.set_result(None)
+        return nothing_kept
+
     def stats(self) -> dict[str, Any]:
         return self.engine.stats()
 
@@ -220,7 +227,7 @@ def completion_of(job: Job, result: SequenceResult, num_prompt: int) -> Completi
     )
 
 
-def _stop_timer(job: Future[Completion]) -> None:
-    assert isinstance(job, Job)
+def _stop_timer(job: Any) -> None:
+    """A Job, or what else stands for one (queue/errand.py)."""
     if job.handle.timer is not None:
         job.handle.timer.cancel()

@@ -79,6 +79,11 @@ class Roster:
         after = f" after {waited:g} s" if waited else ""
         return QueueFullError(f"the queue is full{after}: max_queue is {self.limit} unfinished jobs")
 
+    def adopt(self) -> None:
+        """A place for a job that has been queued before, beyond the limit if need be."""
+        with self._lock:
+            self._taken += 1
+
     def sign(self, job: Job) -> None:
         """The job that a place was taken for."""
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from coremill.coordinator.python.asking import defaults_of, request_of_fields
 from coremill.coordinator.python.feeders import check_choices, check_rows, feed_by_thread
 from coremill.coordinator.python.flow import Errors, Flow
 from coremill.coordinator.python.job import Job
+from coremill.coordinator.python.kept import KeptJobs
 from coremill.coordinator.python.lifecycle import belongs_elsewhere, watch_over
 from coremill.coordinator.python.results import Hook, Results
 from coremill.coordinator.python.roster import Roster
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from coremill.coordinator.python.backend import Backend
 
 
-class Coordinator:
+class Coordinator(KeptJobs):
     """Workers on every core, and a queue of requests for them.
 
         with Coordinator("smollm2") as c:
@@ -38,6 +40,8 @@ class Coordinator:
     Args:
         model: a GGUF file, a pack, or a short name ("smollm2").
         max_queue: most unfinished jobs at a time; submit() waits, or raises, beyond. None: any number.
+        queue: a file that keeps jobs and outcomes (docs/queue.md): they outlive crashes of everything. keep: seconds
+            after which outcomes that nobody acknowledges are forgotten; None: never.
         on_event: told what happens to workers (see Engine); called on another thread.
         options: fields of EngineConfig (workers, cores_per_worker, max_active, ctx, arena, seed, ...).
 
@@ -52,10 +56,12 @@ class Coordinator:
         model: str | os.PathLike[str],
         *,
         max_queue: int | None = None,
+        queue: str | os.PathLike[str] | None = None,
+        keep: float | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         **options: Any,
     ) -> None:
-        from coremill.coordinator.python.local import LocalBackend
+        from coremill.coordinator.queue.opening import new_backend
 
         if not isinstance(model, (str, os.PathLike)) or not isinstance(os.fspath(model), str):
             raise ConfigError(f"model is {model!r}: it must be the path of a file or a short name")
@@ -64,7 +70,7 @@ class Coordinator:
         if max_queue is not None and (isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 1):
             raise ConfigError(f"max_queue is {max_queue!r}: it must be an integer of at least 1, or None")
         config = EngineConfig.from_keywords(**options)
-        self._set_up(LocalBackend(model, config, on_event), max_queue)
+        self._set_up(new_backend(model, config, on_event, queue, keep), max_queue)
 
     @classmethod
     def over(cls, backend: Backend, max_queue: int | None = None) -> Coordinator:
@@ -96,6 +102,7 @@ class Coordinator:
         seed: int | None = None,
         stop: str | Iterable[str] | None = None,
         allow_special: bool = False,
+        id: str | None = None,
         custom_id: str | None = None,
         metadata: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -115,7 +122,10 @@ class Coordinator:
             seed: default drawn from the run's seed and custom_id.
             stop: strings that end the text, which does not contain them.
             allow_special: the request's own texts may spell the model's control tokens.
-            custom_id: up to 1024 characters; default "job-N". metadata: up to 16 pairs of strings; both come back.
+            id: where jobs are kept (queue=..., attach), the job's name from now on: submitting the same request again
+                gives the same job, another request is refused. Default: a new one.
+            custom_id: up to 1024 characters; default the id, or "job-N". metadata: up to 16 pairs of strings; both
+                come back.
             priority: an integer; higher runs first, and what is lower pauses meanwhile where it stands.
             timeout, deadline: seconds from now, or a Unix time or datetime, after which it ends with an error.
             retries: how often it is begun again after a failure that need not recur (a crash).
@@ -133,9 +143,10 @@ class Coordinator:
             "allow_special": allow_special, "metadata": metadata,
         }  # fmt: skip
         options = {"priority": priority, "timeout": timeout, "deadline": deadline, "retries": retries}
-        request, checked = self._checked(given, options, custom_id)
+        kept = self._is_kept(id)
+        request, checked = self._checked(given, options, id if custom_id is None else custom_id)
         self._roster.enter(False if self._backend.is_own_thread else wait)
-        return self._begin(request, checked)
+        return self._begin(request, checked, id, kept)
 
     def _checked(
         self, given: dict[str, Any], options: dict[str, Any], custom_id: str | None
@@ -143,9 +154,9 @@ class Coordinator:
         custom_id = f"job-{next(self._numbers)}" if custom_id is None else check_custom_id(custom_id)
         return request_of_fields(given, custom_id), check_job_options(options)
 
-    def _begin(self, request: GenerationRequest, options: JobOptions) -> Job:
+    def _begin(self, request: GenerationRequest, options: JobOptions, id: str | None = None, kept: bool = False) -> Job:
         """In a place of the roster that has been taken for it."""
-        job = Job(self, self._backend.new_id(), request, options)
+        job = Job(self, self._backend.new_id() if id is None else id, request, options, kept)
         self._roster.sign(job)
         try:
             self._backend.begin([job])
@@ -217,19 +228,22 @@ class Coordinator:
             job.cancel()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until no job is unfinished; False when that takes longer than `timeout` seconds. Ctrl-C meanwhile
-        cancels all of them. From a job's callback it would wait for itself: EngineError."""
+        """Wait until no job is unfinished, also none of the queue; False when that takes longer than `timeout` seconds.
+        Ctrl-C meanwhile cancels all that are not kept. From a job's callback it would wait for itself: EngineError."""
         self._check_owner()
         if self._backend.is_own_thread:
             raise EngineError("drain() in a callback would wait for the thread it runs on: call it on your own thread")
-        idle = self._roster.idle()
-        try:
-            idle.result(timeout)
-        except TimeoutError:
-            return not idle.cancel()
-        except KeyboardInterrupt:
-            self.cancel_all()
-            raise
+        end = None if timeout is None else time.monotonic() + timeout
+        for idle in (self._roster.idle(), self._backend.idle()):
+            try:
+                idle.result(None if end is None else max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                if idle.cancel():
+                    return False
+            except KeyboardInterrupt:
+                for job in self._roster.jobs():
+                    job._interrupt()
+                raise
         return True
 
     # ---- text ----
