@@ -90,3 +90,5 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(f"configuration file {path}: not UTF-8 at byte {error.start}") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"configuration file {path}: {error}") from None
+    except ValueError:
+        raise ConfigError(f"configuration file {path}: it has a number of more than 4300 digits") from None

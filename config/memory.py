@@ -14,6 +14,7 @@ promise payable beside the page cache that holds the weights and whatever else r
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from dataclasses import dataclass, replace
@@ -61,7 +62,10 @@ def parse_size(text: str) -> int:
     # float() alone would also read "nan", "1_0" and "1e3".
     if not number or not set(number) <= set("0123456789.") or number.count(".") > 1 or number == ".":
         raise ValueError(f"not a size: {text!r}")
-    return int(float(number) * _UNITS[unit])
+    size = float(number) * _UNITS[unit]
+    if size == math.inf:
+        raise ValueError(f"too large: a size of {len(number)} digits")
+    return int(size)
 
 
 def format_size(num_bytes: float) -> str:

@@ -101,8 +101,15 @@ class Option:
         try:
             return convert(value)
         except ValueError:
-            shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
-            raise ConfigError(f"{where} is {shown}: it must be {self.kind.limit}") from None
+            raise ConfigError(f"{where} is {_shown(value)}: it must be {self.kind.limit}") from None
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "a number of more than 4300 digits"
+    return text if len(text) <= 80 else text[:80] + "..."
 
 
 # A verb's options are those whose row names it.

@@ -155,6 +155,9 @@ def test_opposites_in_a_file(elsewhere):
         ({"kv": "q3"}, {}, "--kv is 'q3': it must be one of f16, q8"),
         ({"output": ""}, {}, "--output is '': it must be a text that is not empty"),
         ({}, {"COREMILL_STRICT": "maybe"}, "COREMILL_STRICT is 'maybe': it must be true or false"),
+        ({"arena": "9" * 5000}, {}, "it must be a size of 1 byte to 1024 TiB"),
+        ({"arena": "9" * 308 + "T"}, {}, "it must be a size of 1 byte to 1024 TiB"),
+        ({"temperature": "9" * 5000}, {}, "it must be a number from 0 to 2"),
         ({"seed": "9" * 400}, {}, "it must be an integer from -9223372036854775808"),
     ],
 )
@@ -177,6 +180,8 @@ def test_wrong_values(given, environ, message):
         ("strict = 1", "coremill.toml: strict is 1: it must be true or false"),
         # An option of another verb is checked, too.
         ("concurrency = 0", "coremill.toml: concurrency is 0"),
+        ("arena = '" + "9" * 5000 + "'", "it must be a size of 1 byte to 1024 TiB"),
+        ("arena = " + "9" * 5000, "configuration file coremill.toml: it has a number of more than"),
         ("workers = ", "configuration file coremill.toml: Invalid value"),
     ],
 )
@@ -262,6 +267,11 @@ def test_wrong_keywords():
         keywords({"worker": 2})
     with pytest.raises(ConfigError, match="workers is '2': it must be an integer from 1 to 4096"):
         keywords({"workers": "2"})
+    for arena in ("9" * 5000, 10**5000, [10**5000], 1e400):
+        with pytest.raises(ConfigError, match=r"^arena is .*: it must be a size of 1 byte to 1024 TiB"):
+            keywords({"arena": arena})
+    with pytest.raises(ConfigError, match="arena is a number of more than 4300 digits"):
+        EngineConfig(arena=10**5000)
 
 
 def test_engine_config_checks_itself(monkeypatch):
