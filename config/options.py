@@ -114,23 +114,25 @@ def _shown(value: Any) -> str:
 
 # A verb's options are those whose row names it.
 _ENGINE = ("run", "bench peer")
-_STEPS = (*_ENGINE, "bench", "bench shape")
-_MODEL = (*_ENGINE, "bench", "bench start", "perplexity", "pack", "inspect")
-_BENCHES = ("bench", "bench start", "bench peer", "bench shape")
+_STEPS = (*_ENGINE, "bench", "bench shape", "bench workers")
+_MODEL = (*_ENGINE, "bench", "bench start", "bench workers", "perplexity", "pack", "inspect")
+_BENCHES = ("bench", "bench start", "bench peer", "bench shape", "bench workers")
 
 OPTIONS: tuple[Option, ...] = (
     Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
            _MODEL, short="-m", default_text="none",
            verb_help={"bench": ("Model to measure.", "none, needed for all but --roofline")},
-           required=("run", "bench peer", "bench start", "perplexity")),
+           required=("run", "bench peer", "bench start", "bench workers", "perplexity")),
     # ---- the engine: fields of EngineConfig ----
     Option("workers", Integer(1, 4096), None, "Worker processes.",
-           _STEPS, "engine", default_text="one for each core group"),
+           _STEPS, "engine", default_text="one for each core group",
+           verb_help={"bench workers": ("The most worker processes that are tried.", "one for each core group")}),
     Option("cores_per_worker", Integer(1, 4096, "K"), None,
            "Physical cores in each worker's core group, which run a step together.",
            (*_STEPS, "perplexity"), "engine", default_text="1",
            verb_help={"perplexity": ("Physical cores that compute together.", "all")}),
-    Option("max_active", Integer(1, 1024, "B"), 16, "Sequences that a worker steps together.", _ENGINE, "engine"),
+    Option("max_active", Integer(1, 1024, "B"), 16, "Sequences that a worker steps together.",
+           (*_ENGINE, "bench workers"), "engine"),
     Option("ctx", Integer(2, 1 << 30, "T"), None,
            "Longest request, prompt and completion together, in tokens.", (*_ENGINE, "perplexity"), "engine",
            default_text="the model's context length, at most 4096",
@@ -222,7 +224,7 @@ OPTIONS: tuple[Option, ...] = (
            ("bench", "bench shape")),
     Option("roofline", Flag(), False, "Only the machine's ceilings; needs no model.", ("bench",)),
     Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.",
-           ("bench", "bench start", "bench peer", "bench shape")),
+           ("bench", "bench start", "bench peer", "bench shape", "bench workers")),
     Option("concurrency", Integer(1, 4096), 16,
            "Requests open at the peer's server at a time.", ("bench peer",)),
     Option("peer_program", Text("PROGRAM"), None,

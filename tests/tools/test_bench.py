@@ -99,9 +99,10 @@ def test_cases_leave_out_what_a_model_cannot_do():
         return [case.label for case in found]
 
     full = table.cases(2048, 128, quick=False)
-    assert labels(full)[:2] == ["prefill of 512", "decode, 1 x context 128"]
-    assert len(full) == 13
-    assert labels(table.cases(256, 128, quick=False))[0] == "prefill of 256"
+    assert labels(full)[:3] == ["prefill of 512", "prefill of 1800", "decode, 1 x context 128"]
+    assert labels(full)[-2:] == ["decode, 16 x context 256", "decode, 16 x context 1024"]
+    assert len(full) == 16
+    assert labels(table.cases(256, 128, quick=False))[:2] == ["prefill of 256", "decode, 1 x context 128"]
     assert not any("700" in label for label in labels(table.cases(256, 128, quick=False)))
     assert len(table.cases(2048, 128, quick=True)) == 4
 
@@ -160,7 +161,6 @@ def test_a_short_run(monkeypatch, smollm2_pack, tmp_path):
         "_QUICK_CEILING_SECONDS": 0.02, "_CEILING_SECONDS": 0.02,
     }.items():  # fmt: skip
         monkeypatch.setattr(table, name, value)
-    monkeypatch.setattr(engine, "_WINDOW_TOKENS", 16)
     monkeypatch.setattr(engine, "_WINDOW_SECONDS", 0.05)
     for name in PROCESS_VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -113,6 +113,25 @@ def shape(settings: Settings, name: str) -> None:
     _show(settings, bench_shape(name, settings, _progress(settings)))
 
 
+@command.command(
+    "workers",
+    cls=Verb,
+    examples=[
+        ("coremill bench workers -m smollm2", "1, 2, 4, ... workers, up to one for each core group"),
+        ("coremill bench workers -m smollm2 --json > workers.json", "for `coremill bench draw`"),
+    ],
+)
+@takes("bench workers")
+def workers(settings: Settings) -> None:
+    """Measure throughput, time and CPU use over the number of workers."""
+    from coremill.tools.bench.workers import bench_workers, workers_text
+
+    report = bench_workers(settings, _progress(settings))
+    if not settings["json"]:
+        click.echo(workers_text(report), nl=False)
+    _print(settings, report)
+
+
 def _progress(settings: Settings) -> Callable[[str], None]:
     """Where lines about what is being done go: stderr, and nowhere when nobody watches a text being made."""
     quiet = not settings["json"] and not sys.stderr.isatty()

@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from coremill.config.arena import BLOCK_TOKENS, ArenaGeometry, blocks_for
+from coremill.config.cputimes import cpu_seconds
 from coremill.config.engine import EngineConfig
 from coremill.config.errors import EngineError
 from coremill.config.request import SequenceRequest, SequenceResult
@@ -26,7 +28,17 @@ _WINDOW_TOKENS, _WINDOW_SECONDS = 64, 0.3
 # Prompts each worker computes in a prefill case.
 _PREFILL_PROMPTS = 4
 _POLL = 0.02
-_TIMEOUT = 600.0
+_TIMEOUT = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens per second over a window of so many seconds, and the CPU seconds spent in it."""
+
+    tokens_per_s: float
+    seconds: float
+    coordinator_cpu: float
+    workers_cpu: float
 
 
 class EngineBench:
@@ -58,18 +70,18 @@ class EngineBench:
     def __exit__(self, *exc: object) -> None:
         self._engine.close()
 
-    def run(self, case: Case) -> float:
-        """Tokens per second of all workers together."""
+    def run(self, case: Case) -> Rate:
+        """All workers together, over the case's window."""
         return self._prefill(case) if case.what == "prefill" else self._decode(case)
 
-    def _prefill(self, case: Case) -> float:
+    def _prefill(self, case: Case) -> Rate:
         count = self.num_workers * _PREFILL_PROMPTS
-        begin = time.perf_counter()
+        begin, spent = time.perf_counter(), self._cpu()
         running = _Running(self._engine, self._requests(count, case.context, 1))
         running.wait()
-        return count * case.context / (time.perf_counter() - begin)
+        return self._rate(count * case.context, begin, spent)
 
-    def _decode(self, case: Case) -> float:
+    def _decode(self, case: Case) -> Rate:
         count = self.num_workers * case.num_sequences
         before = self._tokens("prefill_tokens")
         prompt = case.context - BLOCK_TOKENS
@@ -78,18 +90,30 @@ class EngineBench:
         while self._tokens("prefill_tokens") - before < count * prompt:
             running.check(deadline)
             time.sleep(_POLL)
-        start, first = time.perf_counter(), self._tokens("decode_tokens")
+        start, spent, first = time.perf_counter(), self._cpu(), self._tokens("decode_tokens")
         while True:
             time.sleep(_POLL)
             decoded, now = self._tokens("decode_tokens") - first, time.perf_counter()
             if decoded >= count * _WINDOW_TOKENS and now - start >= _WINDOW_SECONDS:
                 break
-            if decoded >= count * (self._room - 2 * BLOCK_TOKENS):
+            # Soon, or all at once on a machine that let nobody look, there is nothing left to decode.
+            if decoded >= count * (self._room - 2 * BLOCK_TOKENS) or (decoded and running.done):
                 break
             running.check(deadline)
+        rate = self._rate(decoded, start, spent)
         running.cancel()
         running.wait()
-        return decoded / (now - start)
+        return rate
+
+    def _rate(self, tokens: int, start: float, spent: tuple[float, float]) -> Rate:
+        seconds, now = time.perf_counter() - start, self._cpu()
+        return Rate(tokens / seconds, seconds, now[0] - spent[0], now[1] - spent[1])
+
+    def _cpu(self) -> tuple[float, float]:
+        """CPU seconds of the coordinator (all of this process but the calling thread, which only watches) and of all
+        workers, since they began."""
+        pids = [worker["pid"] for worker in self._engine.stats(measure=False)["workers"]]
+        return time.process_time() - time.thread_time(), sum(cpu_seconds(pid) for pid in pids)
 
     def _tokens(self, counter: str) -> int:
         return sum(worker[counter] for worker in self._engine.stats()["workers"])
@@ -136,10 +160,14 @@ class _Running:
         if self._left == 0:
             self._done.set()
 
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
     def check(self, deadline: float) -> None:
         if self._errors:
             raise EngineError(f"bench: a sequence failed: {self._errors[0]}")
-        if self._done.is_set():
+        if self.done:
             raise EngineError("bench: every sequence ended before the window did")
         if time.monotonic() > deadline:
             raise EngineError(f"bench: no end after {_TIMEOUT:.0f} s")

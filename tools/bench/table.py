@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _GEMM_TOKENS = (1, 8, 16, 64, 128)
 _SEQUENCES, _CONTEXTS, _PREFILL = (1, 2, 4, 8, 16, 32), (128, 700), 512
+# One long document, and one batch at more contexts.
+_DOCUMENT, _LONG_CONTEXTS, _LONG_SEQUENCES = 1800, (256, 1024, 2048, 4096), 16
 _QUICK_SEQUENCES, _QUICK_CONTEXTS = (1, 8, 16), (128,)
 # Seconds of one measurement of a step, and of a ceiling.
 _STEP_SECONDS, _QUICK_STEP_SECONDS = 0.5, 0.2
@@ -93,7 +95,7 @@ def _bench_model(
 
 def cases(context_length: int, step_tokens: int, *, quick: bool) -> list[Case]:
     """What is measured: one prompt, then decoding; contexts a model does not have are left out."""
-    from coremill.tools.bench.limits import decode_shape, prefill_shapes
+    from coremill.tools.bench.limits import prefill_shapes
     from coremill.tools.bench.steps import Case
 
     prefill = min(_PREFILL, context_length)
@@ -101,8 +103,19 @@ def cases(context_length: int, step_tokens: int, *, quick: bool) -> list[Case]:
     for context in _QUICK_CONTEXTS if quick else _CONTEXTS:
         if context < context_length:
             for count in _QUICK_SEQUENCES if quick else _SEQUENCES:
-                found.append(Case("decode", count, context, (decode_shape(count, context),), count))
+                found.append(_decode(count, context))
+    if not quick:
+        if context_length > _DOCUMENT:
+            found.insert(1, Case("prefill", 1, _DOCUMENT, tuple(prefill_shapes(_DOCUMENT, step_tokens)), _DOCUMENT))
+        found += [_decode(_LONG_SEQUENCES, context) for context in _LONG_CONTEXTS if context < context_length]
     return found
+
+
+def _decode(count: int, context: int) -> Case:
+    from coremill.tools.bench.limits import decode_shape
+    from coremill.tools.bench.steps import Case
+
+    return Case("decode", count, context, (decode_shape(count, context),), count)
 
 
 def _fitting(chosen: Sequence[Case], pack: PackFile, num_workers: int, kv: str) -> tuple[list[Case], list[str]]:
@@ -193,7 +206,7 @@ def _all_workers(
     with EngineBench(pack.path, pack.spec, groups, chosen, settings["step_tokens"], settings["kv"]) as engine:
         for _ in range(rounds):
             for case, column in zip(chosen, rates, strict=True):
-                column.append(engine.run(case))
+                column.append(engine.run(case).tokens_per_s)
                 say(f"  {case.label}: {column[-1]:.1f} tokens/s")
     busy = limits.with_all_busy(ceilings, _CEILING_SECONDS)
     # A group of several cores shares each operation; its limit is that of its cores together.
