@@ -74,6 +74,7 @@ def _run(input: str, settings: Settings, reporter: PlainReporter) -> int:
     from coremill.config.engine import EngineConfig
     from coremill.config.errors import ConfigError
     from coremill.config.request import SamplingParams
+    from coremill.coordinator.batch.cpu import cpu_lines
     from coremill.coordinator.batch.job import BatchOptions, run_batch, write_stats
     from coremill.coordinator.batch.report import worker_table
     from coremill.coordinator.batch.summary import exit_code, summary_lines
@@ -114,7 +115,9 @@ def _run(input: str, settings: Settings, reporter: PlainReporter) -> int:
     reporter.summary(table, lines, end.stats, exit_code(outcome))
     if settings["profile"]:
         operations = _profile(end.profiles)
-        reporter.tell("profile", _profile_lines(operations), operations=operations)
+        spent = end.stats.get("cpu_seconds")
+        lines = _profile_lines(operations) + (cpu_lines(spent) if spent else [])
+        reporter.tell("profile", lines, operations=operations, cpu_seconds=spent)
     if options.stats is not None:
         write_stats(options.stats, end.stats)
     return exit_code(outcome)

@@ -25,6 +25,7 @@ from coremill.config.fingerprint import NUMERICS_VERSION, system_fingerprint, te
 from coremill.config.outputs import check_replaceable
 from coremill.config.request import GenerationRequest, SamplingParams
 from coremill.config.topology import CoreGroup, discover
+from coremill.coordinator.batch.cpu import CpuUse
 from coremill.coordinator.batch.feeder import Prepare, Rules
 from coremill.coordinator.batch.plan import Setting
 from coremill.coordinator.batch.reader import LineReader
@@ -120,7 +121,7 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
         startup_seconds = clock()
         if outcome is None:
             groups = discover(workers=options.engine.workers, cores_per_worker=options.engine.cores_per_worker)
-            engine, prepare = _start(stack, options, pack, files.started, groups, reporter, template)
+            engine, prepare, cpu = _start(stack, options, pack, files.started, groups, reporter, template)
             startup_seconds = clock()
             continued = lines.format == "text" and not (rules.chat or options.chat_given) and bool(pack.chat_template)
             setting = replace(_setting(pack, engine, groups, ctx), continued=continued)
@@ -133,7 +134,7 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
             runner = _runner(options, source, lines, files, table, rules, maker, prepare, engine, reporter, watch)
             outcome = runner.run()
             # A worker in a long step would keep the second of a Ctrl-C: then its last figures must do.
-            engine_stats = engine.stats(measure=outcome.stopped is None)
+            engine_stats = engine.stats(measure=outcome.stopped is None) | {"cpu_seconds": cpu.report()}
             profiles = engine.profiles()
     return BatchEnd(outcome, stats_object(outcome, engine_stats, startup_seconds), profiles, resolved.changes())
 
@@ -146,7 +147,7 @@ def _start(
     groups: Sequence[CoreGroup],
     reporter: PlainReporter,
     template: str | None,
-) -> tuple[Engine, Prepare]:
+) -> tuple[Engine, Prepare, CpuUse]:
     """Engine and text helper; the engine is ready. now: what templates take for the present time."""
     from coremill.coordinator.text.service import TextService
 
@@ -160,7 +161,7 @@ def _start(
     while not engine.wait_ready(_SAID_AFTER):
         ready = sum(worker["state"] == "ready" for worker in engine.glance()["workers"])
         reporter.stage("starting workers", ready, len(groups))
-    return engine, prepare_with(text)
+    return engine, prepare_with(text), CpuUse(engine, text)
 
 
 def _listen(stack: ExitStack, watch: RunWatch, model: str, reporter: PlainReporter) -> None:
@@ -292,7 +293,6 @@ def _setting(pack: PackFile, engine: Engine, groups: Sequence[CoreGroup], ctx: i
     scratch = sum(worker["scratch_bytes"] or 0 for worker in stats["workers"])
     arena = stats["arena"]["blocks"] * stats["arena"]["block_bytes"]
     isa = next((worker["isa"] for worker in stats["workers"] if worker["isa"]), None)
-    num_cores = sum(len(group.cores) for group in groups)
     return Setting(
         groups=tuple((group.cores, group.why) for group in groups),
         memory=(
@@ -301,7 +301,7 @@ def _setting(pack: PackFile, engine: Engine, groups: Sequence[CoreGroup], ctx: i
         ),
         ctx=ctx,
         multiplies=sum(matrix.n * matrix.k for matrix in pack.matrices.values()),
-        rate=_EXPECTED_RATE[isa] * num_cores if isa in _EXPECTED_RATE else None,
+        rate=_EXPECTED_RATE[isa] * sum(len(group.cores) for group in groups) if isa in _EXPECTED_RATE else None,
         arena=arena,
         kv_block=(BLOCK_TOKENS, stats["arena"]["block_bytes"]),
         sharing=engine.config.prefix_cache,
