@@ -50,7 +50,10 @@ def check_job_options(given: Mapping[str, Any]) -> JobOptions:
 
 def _deadline(value: Any) -> float | None:
     if isinstance(value, datetime.datetime):
-        return value.timestamp()
+        try:
+            return value.timestamp()
+        except (OverflowError, ValueError, OSError):  # local time of the first or last years
+            raise invalid("deadline", value, "a time that has a Unix time") from None
     return None if value is None else check_number(value, "deadline", 0, 1e11)
 
 

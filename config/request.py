@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -23,6 +24,7 @@ from coremill.config.request_fields import (
     check_bool,
     check_custom_id,
     check_int,
+    check_keys,
     check_metadata,
     check_number,
     check_stop,
@@ -135,8 +137,11 @@ def decode_json(text: str | bytes) -> Any:
         raise RequestError(
             "invalid_json", f"not valid JSON: {error.msg} at character {error.pos + 1} of the line"
         ) from None
-    except ValueError as error:  # an integer of more than 4300 digits
-        raise RequestError("invalid_json", f"not valid JSON: {error}") from None
+    except ValueError:
+        limit = sys.get_int_max_str_digits()
+        raise RequestError(
+            "invalid_json", f"the line has a number of more than {limit} digits: it is too large"
+        ) from None
 
 
 def _object_without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -166,6 +171,7 @@ def parse_row(row: Any, line_number: int, defaults: SamplingParams = SamplingPar
     """
     if not isinstance(row, dict):
         raise RequestError("invalid_value", f"the line is {shown(row)}: it must be a JSON object")
+    check_keys(row, "row")
     custom_id = custom_id_of(row, line_number)
     if not row.keys() & {"url", "method", "body"}:
         if row.get("messages") is not None and row.get("prompt") is not None:
@@ -183,7 +189,7 @@ def parse_row(row: Any, line_number: int, defaults: SamplingParams = SamplingPar
     for key in ("url", "method", "body"):
         if row.get(key) is None:
             raise RequestError("missing_required_parameter", f"the batch line has no '{key}'", key)
-    if row["method"] != "POST":
+    if not _is(row["method"], "POST"):
         raise RequestError("invalid_method", f"'method' is {shown(row['method'])}: it must be 'POST'", "method")
     return parse_body(row["url"], row["body"], custom_id=custom_id, defaults=defaults)
 
@@ -202,6 +208,7 @@ def parse_body(
         raise RequestError("unknown_url", f"'url' is {shown(url)}: it must be {known}", "url")
     if not isinstance(body, dict):
         raise invalid("body", body, "an object")
+    check_keys(body, "body")
     given = {key: value for key, value in body.items() if value is not None}
     _refuse_other_fields(given, kind)
     source = "messages" if kind == "chat" else "prompt"
@@ -268,11 +275,18 @@ def _refuse_other_fields(given: Mapping[str, Any], kind: Kind) -> None:
             close = difflib.get_close_matches(name[:100], sorted(_FIELDS[kind]), n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise RequestError("unknown_parameter", f"{shown(name)} is not a field of a {kind} request{hint}", name)
-        # 1 == True in Python, not in JSON.
-        if not any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in no_ops):
+        if not any(_is(value, no_op) for no_op in no_ops):
             takes = f"takes it only as {' or '.join(json.dumps(no_op) for no_op in no_ops)}" if no_ops else "has it not"
             problem = f"'{name}' is {shown(value)}: coremill {takes}; leave it out"
             raise RequestError("unsupported_parameter", problem, name)
+
+
+def _is(value: Any, known: Any) -> bool:
+    """Equality as JSON has it, where true is not 1; also for values that programs have and that do not compare."""
+    try:
+        return bool(value == known) and isinstance(value, bool) == isinstance(known, bool)
+    except Exception:  # an array compares element by element
+        return False
 
 
 def check_sampling(given: Mapping[str, Any], defaults: SamplingParams = SamplingParams()) -> SamplingParams:
@@ -318,8 +332,9 @@ def _check_messages(value: Any) -> tuple[dict[str, str], ...]:
 def _check_message(message: Any, param: str) -> dict[str, str]:
     if not isinstance(message, dict):
         raise invalid(param, message, "an object with 'role' and 'content'")
+    check_keys(message, param)
     for name, value in message.items():
-        if name not in ("role", "content") and value not in (None, []):
+        if name not in ("role", "content") and value is not None and not _is(value, []):
             raise RequestError(
                 "unsupported_parameter",
                 f"'{param}.{name[:60]}': only role and content are supported",
@@ -347,7 +362,8 @@ def _check_content(value: Any, param: str) -> str:
         name = f"{param}.{index}"
         if not isinstance(part, dict):
             raise invalid(name, part, 'an object {"type": "text", "text": ...}')
-        if part.get("type") != "text":
+        check_keys(part, name)
+        if not _is(part.get("type"), "text"):
             raise RequestError(
                 "unsupported_parameter", f"'{name}.type' is {shown(part.get('type'))}: only 'text' is supported", name
             )

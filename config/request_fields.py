@@ -34,13 +34,29 @@ def shown(value: Any) -> str:
         text = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     elif isinstance(value, str):
         text = repr(value[:60]) + ("..." if len(value) > 60 else "")
+    elif isinstance(value, float) and math.isinf(value):  # what Python makes of 1e999
+        text = f"{'a negative number' if value < 0 else 'a number'} too large for a float"
     else:
-        text = repr(value)
+        text = _spelled(value)
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+def _spelled(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # a program's own object may do anything
+        return f"a value of type {type(value).__name__}"
 
 
 def invalid(param: str, value: Any, limit: str) -> RequestError:
     return RequestError("invalid_value", f"'{param}' is {shown(value)}: it must be {limit}", param)
+
+
+def check_keys(given: dict[Any, Any], param: str) -> None:
+    """Programs may have other keys than the strings of JSON."""
+    for key in given:
+        if not isinstance(key, str):
+            raise RequestError("invalid_value", f"'{param}' has the key {shown(key)}: it must be a string", param)
 
 
 def check_bool(value: Any, param: str) -> bool:
@@ -53,7 +69,7 @@ def check_int(value: Any, param: str, low: int, high: int) -> int:
     """An integer in [low, high]. 3.0 is not an integer here, and neither is true."""
     try:
         number = operator.index(value)
-    except TypeError:
+    except Exception:  # TypeError for what is no integer; a program's own object may raise anything
         number = None
     if number is None or isinstance(value, bool) or not low <= number <= high:
         raise invalid(param, value, f"an integer from {low} to {high}")
@@ -65,10 +81,14 @@ def check_number(value: Any, param: str, low: float, high: float) -> float:
     limit = f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise invalid(param, value, limit)
-    # The comparison comes before float(): a huge int would overflow the conversion.
-    if not low <= value <= high or not math.isfinite(value):
+    try:
+        # The comparison comes before float(): a huge int would overflow the conversion.
+        number = float(value) if low <= value <= high else math.nan
+    except Exception:  # a program's own number
+        number = math.nan
+    if not math.isfinite(number):
         raise invalid(param, value, limit)
-    return float(value)
+    return number
 
 
 def check_text(value: Any, param: str, *, max_chars: int | None = None, empty: bool = True) -> str:

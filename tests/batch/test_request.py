@@ -1,11 +1,16 @@
 """The parser of requests: what it takes, and that every refusal names its field."""
 
+import contextlib
+import datetime
 import json
 import time
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from coremill.config.errors import RequestError
+from coremill.config.joboptions import check_job_options
 from coremill.config.request import (
     MAX_JSON_PARTS,
     SamplingParams,
@@ -222,6 +227,90 @@ def test_bad_batch_lines(change, code, param):
 def test_numbers_too_large_for_a_float():
     for number in ("1e999", "-1e999", "9" * 400):
         assert refusal(f'{{"prompt": "x", "temperature": {number}}}').param == "temperature"
+    error = refusal('{"prompt": "x", "temperature": 1e400}')
+    assert str(error).startswith("'temperature' is a number too large for a float: it must be a number from 0 to 2")
+    assert "is a negative number too large" in str(refusal('{"prompt": "x", "max_tokens": -1e400}'))
+
+
+def test_numbers_of_more_digits_than_python_reads():
+    error = refusal('{"prompt": "x", "seed": ' + "9" * 5000 + "}")
+    assert error.code == "invalid_json"
+    assert str(error) == "the line has a number of more than 4300 digits: it is too large"
+
+
+class Hostile:
+    """A program's own object."""
+
+    def __index__(self):
+        raise ZeroDivisionError
+
+    __eq__ = __bool__ = __repr__ = __index__
+    __hash__ = object.__hash__
+
+
+class HostileNumber(float):
+    def __le__(self, other):
+        raise ZeroDivisionError
+
+    __ge__ = __le__
+
+
+VALUES = [
+    Hostile(),
+    HostileNumber(1.5),
+    np.array([1, 2]),
+    np.array([]),
+    Fraction(10**5000),
+    10**5000,
+    object(),
+    {1: 2},
+    [{1: 2}],
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_values_that_only_programs_have(value):
+    body = {"messages": HELLO}
+    for name in (
+        "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "model", "user", "metadata", "n",
+        "stream", "logit_bias", "tools", "tool_choice", "response_format", "allow_special", "messages", "nobodys",
+    ):  # fmt: skip
+        with pytest.raises(RequestError) as caught:
+            parse_body(CHAT, body | {name: value})
+        assert (caught.value.param or "").startswith(name)
+    for where in ("role", "content", "name"):
+        with pytest.raises(RequestError) as caught:
+            parse_body(CHAT, {"messages": [{**HELLO[0], where: value}]})
+        assert caught.value.param.startswith(f"messages.0.{where}")
+    for part in (value, {"type": value, "text": "a"}, {"type": "text", "text": value}):
+        with pytest.raises(RequestError, match=r"messages\.0\.content\.0"):
+            parse_body(CHAT, {"messages": [{"role": "user", "content": [part]}]})
+    for name in ("url", "method", "body", "custom_id"):
+        with pytest.raises(RequestError):
+            parse_row({"url": CHAT, "method": "POST", "body": body, name: value}, 1)
+    for name in ("priority", "retries", "timeout", "deadline"):
+        with pytest.raises(RequestError) as caught:
+            check_job_options({name: value})
+        assert (caught.value.code, caught.value.param) == ("invalid_value", name)
+
+
+def test_keys_that_only_programs_have():
+    for key in (1, None, ("a",), Hostile()):
+        for row, param in (
+            ({"prompt": "x", key: 1}, "row"),
+            ({"url": CHAT, "method": "POST", "body": {"messages": HELLO, key: 1}}, "body"),
+            ({"messages": [{key: "x", **HELLO[0]}]}, "messages.0"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", key: 1}]}]},
+                "messages.0.content.0",
+            ),
+        ):
+            with pytest.raises(RequestError, match="it must be a string") as caught:
+                parse_row(row, 1)
+            assert (caught.value.code, caught.value.param) == ("invalid_value", param)
+    for moment in (datetime.datetime.min, datetime.datetime.max):
+        with contextlib.suppress(RequestError):
+            check_job_options({"deadline": moment})
 
 
 def test_both_token_limits_must_agree():
