@@ -6,10 +6,11 @@ import datetime
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
-from coremill.config.errors import RequestError
-from coremill.config.request_fields import check_int, check_number, invalid
+from coremill.config.errors import ConfigError, RequestError
+from coremill.config.request_fields import check_int, check_number, invalid, shown
 
 MAX_PRIORITY = (1 << 31) - 1
 MAX_RETRIES = 100
@@ -64,6 +65,15 @@ def _end_of(timeout: Any) -> float | None:
     if not seconds:
         raise invalid("timeout", timeout, "more than 0 seconds")
     return time.time() + seconds
+
+
+def check_wait(timeout: Any) -> float | None:
+    """How long a call waits, in seconds, None for ever; what is below 0 is 0. ConfigError when it is no such number."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, Real) and not isinstance(timeout, bool) and timeout <= MAX_TIMEOUT:
+        return float(max(0, timeout))
+    raise ConfigError(f"timeout is {shown(timeout)}: it must be a number of seconds up to {MAX_TIMEOUT:g}, or None")
 
 
 def too_late(options: JobOptions, begun: float) -> RequestError:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from coremill.config.engine import EngineConfig
 from coremill.config.errors import ConfigError, EngineClosedError, EngineError, RequestError
-from coremill.config.joboptions import JobOptions, check_job_options
+from coremill.config.joboptions import JobOptions, check_job_options, check_wait
+from coremill.config.options import BY_NAME
 from coremill.config.request import GenerationRequest
 from coremill.config.request_fields import check_custom_id
 from coremill.coordinator.python.asking import defaults_of, request_of_fields
@@ -233,6 +234,7 @@ class Coordinator(KeptJobs):
         self._check_owner()
         if self._backend.is_own_thread:
             raise EngineError("drain() in a callback would wait for the thread it runs on: call it on your own thread")
+        timeout = check_wait(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         for idle in (self._roster.idle(), self._backend.idle()):
             try:
@@ -275,12 +277,12 @@ class Coordinator(KeptJobs):
     def workers(self, count: int) -> None:
         """Change the number of workers, 1 to the number it began with. What they run goes on; nothing is lost."""
         self._check_owner()
-        self._backend.set_workers(count)
+        self._backend.set_workers(BY_NAME["workers"].check(count, "workers"))
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Block until every worker has loaded the model; False on timeout."""
         self._check_owner()
-        return self._backend.wait_ready(timeout)
+        return self._backend.wait_ready(check_wait(timeout))
 
     def close(self) -> None:
         """End workers and helper and wait for them. Unfinished jobs raise EngineClosedError. May be repeated.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
@@ -202,6 +203,17 @@ def test_stats(shared):
     workers = shared.stats()["workers"]
     assert sum(worker["decode_tokens"] for worker in workers) > 0
     assert all(worker["pss_bytes"] for worker in workers)
+
+
+def test_arguments_of_the_whole_are_checked(shared):
+    for count in ("a", None, [1], True, 1.0, 0, 10**5000):
+        with pytest.raises(ConfigError, match=r"^workers is .*: it must be an integer from 1 to 4096"):
+            shared.workers(count)
+    for timeout in ("x", 1e300, math.nan, math.inf, True, [1], 10**5000):
+        for method in (shared.wait_ready, shared.drain):
+            with pytest.raises(ConfigError, match=r"^timeout is .*: it must be a number of seconds up to 1e\+09, or"):
+                method(timeout)
+    assert shared.wait_ready(60) and shared.drain(60) and shared.wait_ready(-1)
 
 
 def test_options_and_models_are_checked(tiny_pack, tmp_path):
