@@ -2,7 +2,8 @@
 
 Keeps tokens in the real arena, where a model keeps keys and values. FAKE_* environment variables make it slow or
 ill: FAKE_STEP_SECONDS, FAKE_DIE_AT_START (signal), FAKE_LOAD_ERROR, FAKE_RAISE or FAKE_HANG (on POISON),
-FAKE_AFFINITY, FAKE_PROTOCOL.
+FAKE_AFFINITY, FAKE_PROTOCOL, FAKE_HOLD_STEP (this one lasts until the coordinator has said something), FAKE_HOLD_FILE
+(no step ends while it exists).
 """
 
 from __future__ import annotations
@@ -21,8 +22,18 @@ from makebelieve import POISON, TOKEN_BYTES, FakeBatch, next_token
 from coremill.config import messages
 from coremill.config.arena import ArenaGeometry
 from coremill.config.errors import ModelError
+from coremill.worker import channel
 from coremill.worker.__main__ import main
 from coremill.worker.batch import StepOutput
+from coremill.worker.channel import SocketChannel
+
+SOCKETS = []
+
+
+class Channel(SocketChannel):
+    def __init__(self, *args):
+        super().__init__(*args)
+        SOCKETS.append(self._socket)
 
 
 class FakeModel:
@@ -43,6 +54,11 @@ class FakeModel:
 
     def step(self, batch):
         time.sleep(self.seconds)
+        if self.counters["steps"] + 1 == int(os.environ.get("FAKE_HOLD_STEP", "0")):
+            self.counters["operations"] += 1  # what tests wait for
+            SOCKETS[0].poll()
+        while os.path.exists(os.environ.get("FAKE_HOLD_FILE", "")):
+            time.sleep(0.001)
         outputs = []
         for tokens, position, blocks, sample in batch:
             if POISON in tokens:
@@ -78,6 +94,7 @@ def load(settings, counters):
 if __name__ == "__main__":
     if "FAKE_DIE_AT_START" in os.environ:
         os.kill(os.getpid(), int(os.environ["FAKE_DIE_AT_START"]))
+    channel.SocketChannel = Channel
     messages.PROTOCOL_VERSION = int(os.environ.get("FAKE_PROTOCOL", messages.PROTOCOL_VERSION))
     if "FAKE_AFFINITY" in os.environ:
         real = os.sched_getaffinity
