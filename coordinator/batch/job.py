@@ -34,6 +34,7 @@ from coremill.coordinator.batch.reproduce import reproducing
 from coremill.coordinator.batch.results import LineMaker
 from coremill.coordinator.batch.rowtable import RowTable
 from coremill.coordinator.batch.runner import WINDOW_BYTES, Outcome, Runner
+from coremill.coordinator.batch.slowly import Stage
 from coremill.coordinator.batch.source import Source, open_source
 from coremill.coordinator.batch.standing import check_input
 from coremill.coordinator.batch.summary import stats_object
@@ -113,11 +114,12 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
         fingerprint = run_fingerprint(options, pack, ctx, lines.format, template)
         paths, identity = (options.output, options.errors), source.identity
         files = stack.enter_context(
-            ResultFiles(*paths, fingerprint, table, input_identity=identity, stats=options.stats)
+            ResultFiles(*paths, fingerprint, table, input_identity=identity, stats=options.stats, tell=reporter.stage)
         )
         names = model_names(pack, options.model)
         rules = _rules(options, names, ctx)
-        outcome, engine_stats, profiles = _check_resume(options, source, lines, table, rules), {"workers": []}, []
+        outcome = _check_resume(options, source, lines, table, rules, reporter.stage)
+        engine_stats, profiles = {"workers": []}, []
         startup_seconds = clock()
         if outcome is None:
             groups = discover(workers=options.engine.workers, cores_per_worker=options.engine.cores_per_worker)
@@ -186,7 +188,7 @@ def _rules(options: BatchOptions, names: Sequence[str], ctx: int) -> Rules:
 
 
 def _check_resume(
-    options: BatchOptions, source: Source, lines: LineReader, table: RowTable, rules: Rules
+    options: BatchOptions, source: Source, lines: LineReader, table: RowTable, rules: Rules, tell: Stage
 ) -> Outcome | None:
     """As check_input, when there is something to check and the input can be read twice."""
     if not len(table) or source.size is None or options.input == "-":
@@ -194,7 +196,15 @@ def _check_resume(
     retry = options.retry_errors or options.strict
     keep_changed, keep = options.keep_changed, options.show
     return check_input(
-        options.input, lines.format, options.output, table, rules, retry=retry, keep_changed=keep_changed, keep=keep
+        options.input,
+        lines.format,
+        options.output,
+        table,
+        rules,
+        retry=retry,
+        keep_changed=keep_changed,
+        keep=keep,
+        tell=tell,
     )
 
 

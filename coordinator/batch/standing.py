@@ -14,13 +14,23 @@ from coremill.coordinator.batch.plan import count_of
 from coremill.coordinator.batch.reader import LineReader
 from coremill.coordinator.batch.rowtable import IN_ERRORS, IN_RESULTS, SEEN, RowTable
 from coremill.coordinator.batch.runner import Outcome, Progress
+from coremill.coordinator.batch.slowly import Slowly, Stage
 from coremill.coordinator.batch.source import open_source
 
 MAX_LINES = 20_000
 
 
 def check_input(
-    path: str, format: str, out: str, table: RowTable, rules: Rules, *, retry: bool, keep_changed: bool, keep: int
+    path: str,
+    format: str,
+    out: str,
+    table: RowTable,
+    rules: Rules,
+    *,
+    retry: bool,
+    keep_changed: bool,
+    keep: int,
+    tell: Stage | None = None,
 ) -> Outcome | None:
     """Refuses an input that OUT is not about. The outcome of the run when no row has to run, else None.
 
@@ -28,6 +38,7 @@ def check_input(
         table: rows of OUT and of the error file with the digests of their lines.
         retry: failed rows run again, so that they are not finished and may have been corrected.
         keep_changed: rows that have changed keep their results.
+        tell: told of progress when it takes long.
 
     Raises:
         ResumeRefusedError: rows have changed since they were finished, or none of the finished rows is here.
@@ -37,9 +48,11 @@ def check_input(
     num_finished = table.count(IN_RESULTS) + (0 if retry else table.count(IN_ERRORS))
     intake = Intake(table, rules, format == "text", finished=finished, keep=keep)
     source, broken = open_source(path), None
+    slowly = Slowly("comparing the input with the results so far", tell)
     try:
         for line in LineReader(source, format):  # type: ignore[arg-type]
             intake.admit(line, 0)
+            slowly(source.position(), source.size or 0)
             if intake.num_read >= MAX_LINES and intake.num_admitted and intake.num_skipped:
                 break
     except RunError as error:  # rows in front of it may have to run

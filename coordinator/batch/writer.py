@@ -27,6 +27,7 @@ from coremill.coordinator.batch.journal import (
 )
 from coremill.coordinator.batch.results import LINE_START, row_of_line
 from coremill.coordinator.batch.rowtable import IN_ERRORS, IN_RESULTS, UNKNOWN_DIGEST, RowTable
+from coremill.coordinator.batch.slowly import Slowly, Stage
 
 SYNC_SECONDS = 1.0
 _PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
@@ -53,6 +54,7 @@ class ResultFiles:
     Args:
         out, errors: paths. input_identity: (device, inode) of the input, which must be neither.
         stats: another file that is going to be written and must be none of these.
+        tell: told of progress when reading what is there takes long.
         fingerprint: what results depend on; compared with the earlier run's when there are finished rows.
         table: gets IN_RESULTS, IN_ERRORS and the digests of finished rows.
     Attributes:
@@ -69,8 +71,10 @@ class ResultFiles:
         *,
         input_identity: tuple[int, int] | None = None,
         stats: str | None = None,
+        tell: Stage | None = None,
     ) -> None:
         self._table = table
+        self._tell = tell
         self._errors_path = errors or default_errors_path(out)
         self._input_identity = input_identity
         self._open: list[AppendFile] = []
@@ -199,9 +203,11 @@ class ResultFiles:
         anything else in it but the torn line of a crash at its end."""
         num_rows = end = 0
         stranger = "line {} of {} is not a result of coremill, or not a whole one: remove it or choose another name"
+        slowly = Slowly("reading the results so far", self._tell)
         with open(os.dup(file.fd), "rb", buffering=1 << 20) as lines:
             lines.seek(0)
             for line in lines:
+                slowly(end, file.size)
                 if not line.endswith(b"\n"):
                     if not is_torn(line, LINE_START):
                         raise RunError(stranger.format(num_rows + 1, file.path))

@@ -8,6 +8,7 @@ import pytest
 
 from coremill.config.errors import RequestError
 from coremill.config.printable import printable, shortened
+from coremill.coordinator.batch import slowly
 from coremill.coordinator.batch.estimate import Count, seconds_left
 from coremill.coordinator.batch.plan import Plan, Setting, estimate_seconds, format_seconds, plan_lines, shared_tokens
 from coremill.coordinator.batch.report import (
@@ -383,3 +384,15 @@ def test_log_of_json_lines(capsys):
     assert entries[4]["cause"] == "killed by SIGKILL" and entries[4]["pid"] == 7
     assert [entry["done"] for entry in entries[6:11]] == [0, 25, 50, 75, 100]
     assert entries[-1]["exit_code"] == 3 and entries[-1]["stats"] == {"rows": 8}
+
+
+def test_progress_is_told_of_what_takes_longer_than_a_second(monkeypatch):
+    now, told = [100.0], []
+    monkeypatch.setattr(slowly.time, "monotonic", lambda: now[0])
+    progress = slowly.Slowly("reading", lambda *what: told.append(what))
+    for done in range(1, 6 * 1024 + 1):
+        now[0] += 0.3 / 1024
+        progress(done, 9000)
+    assert [(stage, done // 1024, total) for stage, done, total in told] == [("reading", n, 9000) for n in (4, 5, 6)]
+    for done in range(5000):
+        slowly.Slowly("unheard", None)(done, 1)
