@@ -155,7 +155,7 @@ def _start(
 
     # The helper takes longest to load. Whatever is wrong with it is said by its first call.
     max_tokens = options.engine.longest_request(pack.spec.context_length)
-    text = TextService(pack.path, template=template, now=now, max_tokens=max_tokens)
+    text = TextService(pack.path, template=template, now=now, max_tokens=max_tokens, on_death=reporter.helper_died)
     stack.callback(text.close)
     engine = Engine(pack.path, options.engine, groups, on_event=reporter.worker_event)
     stack.callback(engine.close)

@@ -23,6 +23,7 @@ from coremill.coordinator.view.table import Line, cut_line, plain, worker_lines
 
 if TYPE_CHECKING:
     from coremill.coordinator.batch.watch import RunWatch
+    from coremill.coordinator.text.process import Death
 
 PLAIN_SECONDS, TABLE_SECONDS = 5.0, 30.0
 LOOK_SECONDS, LIVE_SECONDS = 1.0, 0.5
@@ -185,6 +186,11 @@ class PlainReporter(Reporter):
             lines = [f"worker {worker} is not started again: {cause}; the others take its rows"]
         self.tell(event["event"], lines, **{name: event[name] for name in ("worker", "pid", "cause") if name in event})
 
+    def helper_died(self, death: Death) -> None:
+        """As TextService's on_death; runs on its thread."""
+        line = f"the text helper died: {death.why}; it is started again, its rows go on"
+        self.tell("helper_died", [line], cause=death.why)
+
     def summary(self, table: Sequence[str], lines: Sequence[str], stats: dict[str, Any], exit_code: int) -> None:
         """The end. table: of the workers; lines: the rest in words; stats: both as --stats writes them."""
         with self._lock:
@@ -248,7 +254,7 @@ class JsonReporter(PlainReporter):
     """One JSON object a line: "time" (seconds since the epoch), "event", and the fields of that event.
 
     stage, plan, progress (coordinator/view/rates.py), worker_started, worker_ready, worker_died, worker_stopped,
-    worker_retired, message (a text), summary, error.
+    worker_retired, helper_died, message (a text), summary, error.
     """
 
     def say(self, text: str) -> None:

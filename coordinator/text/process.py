@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from coremill.config.errors import EngineError
+from coremill.config.errors import EngineError, RequestError
 from coremill.coordinator.text import wire
 
 # -P: what lies in the current folder must not stand in for a module of ours.
@@ -25,6 +25,21 @@ class Death:
 
     cause: Literal["time", "memory", "outside", "silence", "crash"]
     words: str
+
+    @property
+    def why(self) -> str:
+        """For people who are told that the helper died."""
+        limits = {"time": "a row took too much time", "memory": "a row took too much memory"}
+        return limits.get(self.cause) or f"it {self.words}"
+
+    def as_error(self, time_limit: float, memory_limit: int) -> RequestError:
+        """What the row hears that the helper died of. Limits in seconds and bytes."""
+        what = "rendering and tokenising the request"
+        if self.cause == "time":
+            return RequestError("text_time_limit", f"{what} took more than {time_limit:g} s")
+        if self.cause == "memory":
+            return RequestError("text_memory_limit", f"{what} needs more than {memory_limit >> 20} MiB")
+        return RequestError("text_helper_died", f"the text helper died of the request: it {self.words}")
 
 
 class HelperProcess:

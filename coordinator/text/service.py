@@ -16,7 +16,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from coremill.config.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from coremill.coordinator.callbacks import call_back
 from coremill.coordinator.text import wire
 from coremill.coordinator.text.chunks import Chunk, make_chunks
 from coremill.coordinator.text.process import Death, HelperProcess
@@ -57,6 +58,7 @@ class TextService:
         now: the time templates are told; the present one by default. Give it to repeat a run.
         max_tokens: a text that must have more tokens is refused before it is tokenised.
         time_limit: seconds a row may take. memory_limit: bytes a row may take.
+        on_death: told on the service's thread when a helper has died that nobody has closed.
 
     The constructor returns at once. What is wrong with the model is raised by the first call that needs it:
     UnsupportedModelError, ModelError or PackError; EngineError when the helper cannot run at all.
@@ -72,6 +74,7 @@ class TextService:
         max_tokens: int | None = None,
         time_limit: float = 10.0,
         memory_limit: int = 1 << 30,
+        on_death: Callable[[Death], None] | None = None,
     ) -> None:
         if (pack_path is None) == (description is None):
             raise ValueError("give either pack_path or description")
@@ -86,6 +89,7 @@ class TextService:
             "parent": os.getpid(),
         }
         self._time_limit, self._memory_limit = time_limit, memory_limit
+        self._on_death = on_death
         # Reentrant, as garbage collection anywhere may close a service that nobody has any more.
         self._lock = threading.RLock()
         self._waiting: deque[Chunk] = deque()
@@ -292,6 +296,8 @@ class TextService:
         self._helper = None
         if self._failure is not None:
             return
+        if self._on_death is not None:
+            call_back("on_death", self._on_death, death)
         if not was_ready:
             self._failed_starts += 1
             if self._failed_starts >= (_KILLED_STARTS if death.cause == "outside" else _FAILED_STARTS):
@@ -316,20 +322,8 @@ class TextService:
         if death.cause == "memory" and was_used and chunk.kills == 1:
             return [chunk]
         row = chunk.rows[0]
-        row.batch.answer(row.position, self._error_of(death))
+        row.batch.answer(row.position, death.as_error(self._time_limit, self._memory_limit))
         return []
-
-    def _error_of(self, death: Death) -> RequestError:
-        if death.cause == "time":
-            return RequestError(
-                "text_time_limit", f"rendering and tokenising the request took more than {self._time_limit:g} s"
-            )
-        if death.cause == "memory":
-            return RequestError(
-                "text_memory_limit",
-                f"rendering and tokenising the request needs more than {self._memory_limit >> 20} MiB",
-            )
-        return RequestError("text_helper_died", f"the text helper died of the request: it {death.words}")
 
     def _finish(self) -> None:
         """Nothing will be answered any more: say so to everybody who waits."""

@@ -23,6 +23,7 @@ from coremill.coordinator.batch.results import find_rows
 from coremill.coordinator.batch.runner import Failure, Outcome, Progress
 from coremill.coordinator.batch.shownrows import result_lines
 from coremill.coordinator.batch.summary import exit_code, rows_rate, stats_object, summary_lines
+from coremill.coordinator.text.process import Death
 from coremill.coordinator.view.machine import Facts
 from coremill.coordinator.view.rates import view_of
 
@@ -357,6 +358,7 @@ def report_all(reporter):
         reporter.progress(Progress(num_read=8, num_results=2, num_rows=8, seconds=second))
     reporter.worker_event({"event": "worker_died", "worker": 0, "pid": 7, "cause": "killed by SIGKILL"})
     reporter.worker_event({"event": "worker_ready", "worker": 0, "pid": 8})
+    reporter.helper_died(Death("outside", "was ended by SIGKILL"))
     for done in range(0, 101):
         reporter.stage("packing", done, 100)
     reporter.summary(["worker  cores"], ["rows: 8"], {"rows": 8}, 3)
@@ -371,7 +373,8 @@ def test_plain_reporter(capsys):
     assert sum("restarts" in line for line in lines) == 1, "a table of workers every half minute"
     assert sum("killed by SIGKILL" in line for line in lines) == 1
     assert sum("packing" in line for line in lines) == 5
-    assert sum("its rows go on" in line for line in lines) == 1
+    assert sum("its rows go on" in line for line in lines) == 2
+    assert sum("the text helper died: it was ended by SIGKILL" in line for line in lines) == 1
 
 
 def test_log_of_json_lines(capsys):
@@ -379,10 +382,11 @@ def test_log_of_json_lines(capsys):
     entries = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert all(entry["time"] > 0 for entry in entries)
     kinds = [entry["event"] for entry in entries]
-    assert kinds == ["plan", *["progress"] * 3, "worker_died", "worker_ready", *["stage"] * 5, "summary"]
+    assert kinds == ["plan", *["progress"] * 3, "worker_died", "worker_ready", "helper_died", *["stage"] * 5, "summary"]
     assert entries[0]["plan"]["prompt_tokens"] == 800 and entries[1]["workers"][0]["cores"] == [0, 2]
     assert entries[4]["cause"] == "killed by SIGKILL" and entries[4]["pid"] == 7
-    assert [entry["done"] for entry in entries[6:11]] == [0, 25, 50, 75, 100]
+    assert entries[6]["cause"] == "it was ended by SIGKILL"
+    assert [entry["done"] for entry in entries[7:12]] == [0, 25, 50, 75, 100]
     assert entries[-1]["exit_code"] == 3 and entries[-1]["stats"] == {"rows": 8}
 
 

@@ -137,6 +137,23 @@ def test_a_kill_from_outside_charges_nobody(smollm2_description):
         assert service.num_restarts >= 3
 
 
+def test_deaths_are_told(smollm2_description):
+    deaths = []
+
+    def told(death):
+        deaths.append((death.cause, death.why, threading.current_thread() is threading.main_thread()))
+        raise ValueError("its author's affair")
+
+    with TextService(description=smollm2_description, time_limit=1.0, on_death=told) as service:
+        assert service.prepare([HELLO]) == [HELLO_IDS] and not deaths
+        os.kill(service.pid, signal.SIGKILL)
+        wait_until(lambda: deaths)
+        assert deaths == [("outside", "it was ended by SIGKILL", False)]
+        (error,) = service.prepare([chat(ENDLESS)])
+        assert error.code == "text_time_limit" and deaths[1:] == [("time", "a row took too much time", False)]
+    assert len(deaths) == 2, "closing it is no death"
+
+
 def test_kills_while_it_starts_are_survived(smollm2_description):
     with TextService(description=smollm2_description) as service:
         killed = set()
