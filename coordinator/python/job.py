@@ -37,9 +37,9 @@ class Usage:
 class Timing:
     """Seconds a request waited, had its prompt read, and wrote; worker: who finished it."""
 
-    queued_s: float
-    prefill_s: float
-    decode_s: float
+    queued_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
     worker: int
 
 

@@ -64,7 +64,7 @@ def test_a_prompt(shared):
     assert result.usage.total_tokens == result.usage.prompt_tokens + len(result.token_ids)
     assert result.finish_reason == ("length" if len(result.token_ids) == 5 else "stop")
     timing = result.timing
-    assert timing.worker in (0, 1) and min(timing.queued_s, timing.prefill_s, timing.decode_s) >= 0
+    assert timing.worker in (0, 1) and min(timing.queued_seconds, timing.prefill_seconds, timing.decode_seconds) >= 0
 
 
 def test_a_chat_is_its_template_and_token_ids_are_taken_as_they_are(shared):
