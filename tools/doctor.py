@@ -31,8 +31,11 @@ _MOST_ON_HUGE_PAGES = 0.9
 )
 @takes("doctor")
 def command(settings: Settings) -> None:
-    """Show the instruction set, core groups and why, limits, huge pages, and measured speeds."""
-    report = examine()
+    """Show the instruction set, core groups and why, limits, huge pages, and measured speeds.
+
+    How fast the memory reads is remembered in the cache folder: `coremill top` compares with it.
+    """
+    report = _examine_visibly()
     if settings["json"]:
         import json
 
@@ -41,6 +44,15 @@ def command(settings: Settings) -> None:
         _print_rich(report)
     else:
         click.echo(_plain(report), nl=False)
+
+
+def _examine_visibly() -> dict[str, Any]:
+    if not sys.stderr.isatty():
+        return examine()
+    from rich.console import Console
+
+    with Console(stderr=True).status("measuring the machine ..."):
+        return examine()
 
 
 def examine() -> dict[str, Any]:

@@ -37,6 +37,8 @@ DEFAULT_CTX = 512
 _NPY_MAGIC = b"\x93NUMPY"
 # Between lines of progress when stderr is not a terminal.
 _REPORT_SECONDS = 5.0
+# Tokenizing more characters takes longer than a second.
+_LONG_TEXT = 1 << 20
 
 
 @dataclass(slots=True)
@@ -92,6 +94,8 @@ def command(settings: Settings, file: str) -> None:
         if ctx > pack.spec.context_length:
             raise ConfigError(f"ctx is {ctx}, but the model's context length is {pack.spec.context_length}")
         tokenizer = ModelTokenizer.from_description(pack.tokenizer)
+        if len(text) >= _LONG_TEXT:
+            click.echo(f"coremill: tokenizing {len(text):,} characters", err=True)
         ids = tokenizer.encode(text, add_bos=tokenizer.add_bos)
         if len(ids) < 4:
             raise ConfigError(f"{file}: its text is {len(ids)} tokens long; at least 4 are needed")
