@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,16 +109,24 @@ def resolve_model(
 
 def find_model(model: str | os.PathLike[str], root: Path, progress: Progress | None = None) -> Path:
     """The file a model name stands for, fetched first if it is a short name."""
-    path = Path(model)
-    if path.is_dir():
+    name, path = os.fspath(model), Path(model)
+    if not name:
+        raise ModelError("the model's name is empty: give a GGUF file or a short name")
+    try:
+        mode = os.stat(name).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    except (OSError, ValueError) as error:  # ValueError: it has a null byte
+        brief = repr(name) if len(name) <= 80 else repr(name[:80]) + "..."
+        raise ModelError(f"model {brief}: {getattr(error, 'strerror', None) or error}") from None
+    if stat.S_ISDIR(mode):
         raise UnsupportedModelError(f"{path}: is a folder; Hugging Face folders are not yet supported, only GGUF files")
-    if path.is_file():
+    if stat.S_ISREG(mode):
         return path
-    if path.exists():
+    if mode:
         raise ModelError(f"{path}: is not a regular file")
     from coremill.native.fetch import KNOWN_MODELS, fetch_model
 
-    name = os.fspath(model)
     if name in KNOWN_MODELS:
         return fetch_model(name, ensure_folder(root / "models"), progress)
     known = ", ".join(sorted(KNOWN_MODELS))

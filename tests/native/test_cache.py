@@ -20,7 +20,15 @@ import pytest
 
 from coremill.config.errors import GGUFError, ModelError, PackError, UnsupportedModelError
 from coremill.native import cache, fetch, output
-from coremill.native.cache import cache_folder, ensure_pack, list_packs, pack_file, prune_cache, resolve_model
+from coremill.native.cache import (
+    cache_folder,
+    ensure_pack,
+    find_model,
+    list_packs,
+    pack_file,
+    prune_cache,
+    resolve_model,
+)
 from coremill.native.packfile import open_pack
 
 _spec = importlib.util.spec_from_file_location("gguf_writer", Path(__file__).with_name("gguf_writer.py"))
@@ -94,6 +102,27 @@ def test_a_pack_is_taken_as_it_is(model, root, tmp_path):
     assert ensure_pack(model).stem == key
     with pytest.raises(PackError, match="model file itself"):
         pack_file(model, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "the model's name is empty: give a GGUF file or a short name"),
+        ("a" * 5000, r"model 'a{80}'\.\.\.: File name too long"),
+        ("a\0b", r"model 'a\\x00b': .*embedded null"),
+        ("loop", "model 'loop': Too many levels of symbolic links"),
+        ("file/model", "file/model: there is no such file, and it is not a known short name"),
+        ("absent", "absent: there is no such file, and it is not a known short name"),
+        ("/dev/null", "/dev/null: is not a regular file"),
+    ],
+    ids=["empty", "long", "null", "loop", "below a file", "absent", "device"],
+)
+def test_names_that_stand_for_no_model(name, words, root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match=f"^{words}"):
+        find_model(name, root)
 
 
 def test_a_damaged_pack_in_the_cache_is_made_anew(model, root):
