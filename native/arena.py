@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 
 from coremill.config.arena import ArenaGeometry
 from coremill.config.errors import EngineError, UnsupportedHostError
@@ -37,8 +38,19 @@ def create_arena(geometry: ArenaGeometry, name: str = ARENA_NAME) -> int:
         os.close(fd)
         if error.errno not in (errno.EFBIG, errno.ENOMEM, errno.ENOSPC, errno.EINVAL):
             raise
-        raise EngineError(f"arena of {geometry.total_bytes} bytes: {error.strerror}") from error
+        raise EngineError(f"arena of {geometry.total_bytes} bytes: {error.strerror}{_remedy(error)}") from error
     return fd
+
+
+def _remedy(error: OSError) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno != errno.EFBIG or limit == resource.RLIM_INFINITY:
+        return ""
+    # Shared memory is a file without a name.
+    return (
+        f"; the limit on file sizes (ulimit -f) is {limit} bytes, and counts for shared memory too: raise it, "
+        "or make the arena smaller (--arena)"
+    )
 
 
 class ArenaMap(SharedMap):

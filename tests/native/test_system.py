@@ -57,6 +57,20 @@ def test_an_arena_beyond_all_memory_is_one_error():
         ArenaGeometry(num_layers=4096, num_kv_heads=4096, head_dim=4096, num_blocks=2**31 - 1)
 
 
+def test_a_limit_on_file_sizes_is_named_with_its_remedies():
+    code = (
+        "import resource; from coremill.config.errors import EngineError\n"
+        "from coremill.config.arena import ArenaGeometry\n"
+        "from coremill.native.arena import create_arena\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "try: create_arena(ArenaGeometry(num_layers=2, num_kv_heads=3, head_dim=64, num_blocks=100))\n"
+        "except EngineError as error: print(error)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith(f"arena of {GEOMETRY.total_bytes} bytes: File too large; ")
+    assert "(ulimit -f) is 1048576 bytes" in result.stdout and "(--arena)" in result.stdout
+
+
 def test_mapping_a_file(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(4096) + b"data" * 3000)
