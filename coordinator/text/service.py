@@ -185,7 +185,7 @@ class TextService:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if self._closed:
-            raise EngineClosedError("the text service is closed")
+            raise EngineClosedError("the coordinator is closed")
 
     def _fact(self, name: str) -> Any:
         self._check_usable()
@@ -334,7 +334,7 @@ class TextService:
             left = [*self._away, *self._waiting]
             self._away.clear()
             self._waiting.clear()
-            error = self._failure or EngineClosedError("the text service was closed")
+            error = self._failure or EngineClosedError("the coordinator was closed")
             self._ended = True
             os.close(self._wake)
         for future in {row.batch.future for chunk in left for row in chunk.rows}:

@@ -239,7 +239,7 @@ def test_closed_means_closed(tiny_pack):
     outcomes = [job.exception(5) for job in jobs]
     assert all(isinstance(error, EngineClosedError) for error in outcomes if error is not None)
     assert any(outcomes)
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineClosedError, match="^the coordinator is closed$"):
         coordinator.submit("a")
     coordinator.close()
 
