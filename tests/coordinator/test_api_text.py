@@ -77,7 +77,7 @@ def test_a_reader_may_come_at_any_time_and_many_at_once(shared):
     found: list[tuple[int, str]] = []
 
     def read(number: int) -> None:
-        for piece in jobs[number]:
+        for piece in jobs[number]:  # noqa: B007
             break  # one who leaves early disturbs nobody
         found.append((number, piece + "".join(jobs[number])[len(piece) :]))
 
