@@ -112,10 +112,10 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
         _check_chat(options, lines)
         table = RowTable()
         fingerprint = run_fingerprint(options, pack, ctx, lines.format, template)
-        paths, identity = (options.output, options.errors), source.identity
-        files = stack.enter_context(
-            ResultFiles(*paths, fingerprint, table, input_identity=identity, stats=options.stats, tell=reporter.stage)
-        )
+        asked = {"input_identity": source.identity, "stats": options.stats, "tell": reporter.stage}
+        files = stack.enter_context(ResultFiles(options.output, options.errors, fingerprint, table, **asked))
+        for path in files.repaired:
+            reporter.say(f"{path}: its last line was torn, as a crash leaves it, and has been cut off")
         names = model_names(pack, options.model)
         rules = _rules(options, names, ctx)
         outcome = _check_resume(options, source, lines, table, rules, reporter.stage)

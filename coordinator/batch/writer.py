@@ -58,6 +58,7 @@ class ResultFiles:
         fingerprint: what results depend on; compared with the earlier run's when there are finished rows.
         table: gets IN_RESULTS, IN_ERRORS and the digests of finished rows.
     Attributes:
+        repaired: files whose last line a crash had torn, which was cut off.
         started: when the first of the runs that made these files began, which is the time templates are told.
     Raises RunError, ResumeRefusedError. Nothing an earlier run finished is changed by opening.
     """
@@ -78,6 +79,7 @@ class ResultFiles:
         self._errors_path = errors or default_errors_path(out)
         self._input_identity = input_identity
         self._open: list[AppendFile] = []
+        self.repaired: list[str] = []
         paths = {"OUT": out, "the error file": self._errors_path, "the journal": out + ".journal"}
         _check_paths(paths | ({} if stats is None else {"--stats": stats}), input_identity)
         try:
@@ -172,9 +174,9 @@ class ResultFiles:
         if num_results + num_errors:
             check_fingerprint(self._out.path, header["fingerprint"], fingerprint)
         self._check_earlier_errors(header, errors_name)
-        self._out.cut(out_end)
+        self._cut_torn(self._out, out_end)
         if self._errors is not None:
-            self._errors.cut(errors_end)
+            self._cut_torn(self._errors, errors_end)
         if num_results + num_errors == 0:
             self.started = datetime.datetime.now().replace(microsecond=0)
             self._journal.cut(0)
@@ -182,7 +184,12 @@ class ResultFiles:
             self._journal.sync()
             return
         self.started = header["started"]
-        self._journal.cut(load_digests(self._journal.fd, len(first), self._table))
+        self._cut_torn(self._journal, load_digests(self._journal.fd, len(first), self._table))
+
+    def _cut_torn(self, file: AppendFile, end: int) -> None:
+        if end != file.size:
+            self.repaired.append(file.path)
+            file.cut(end)
 
     def _check_earlier_errors(self, header: dict[str, Any] | None, errors_name: str) -> None:
         earlier = header.get("errors") if header else None

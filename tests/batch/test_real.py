@@ -271,6 +271,10 @@ def test_refusals_say_why_and_start_nothing(command):
     run = command()
     run.input.write_text('{"prompt": "x", "max_tokens": 1}\n')
     assert run.finish(run.start())[0] == 0
+    with open(run.out, "ab") as file:
+        file.write(run.out.read_bytes()[:50])
+    code, said = run.finish(run.start())
+    assert code == 0 and sum("out.jsonl: its last line was torn" in line for line in said.splitlines()) == 1, said
     code, said = run.finish(run.start("--seed", "1", "--ctx", "64"))
     assert code == 4 and "--seed was 0 and is 1" in said and "--ctx was 4096 and is 64" in said
     code, said = run.finish(run.start("--errors", str(run.input)))

@@ -215,6 +215,7 @@ def test_torn_last_line_at_every_byte(batch, fake_engine, which):
             path.write_bytes(data[:length] if path == torn else data)
         ran = batch.run(engine=fake_engine(**engine))
         assert batch.answers() == answers
+        assert ran.files.repaired == ([] if length in (last, len(whole[torn])) else [str(torn)])
         assert [row["error"] for row in batch.failures()] == [row["error"] for row in failures]
         assert ran.outcome.num_changed == 0
         assert len(ran.engine.submitted) == (0 if which == "journal" or length == len(whole[torn]) else 1)
