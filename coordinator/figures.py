@@ -37,7 +37,7 @@ def report(shell: Shell, storage: Storage, startup_seconds: float | None) -> dic
 
 
 def glance(shell: Shell, storage: Storage, config: EngineConfig, max_rows: int) -> dict[str, Any]:
-    """Growing counters and what is there now, cheap enough for several times a second: no walk over blocks, no
+    """Growing counters and what is there now, cheap enough for several times a second: no walk over the arena, no
     question to a worker. Two of them, `time` apart, make rates (coordinator/view/rates.py).
 
     time: CLOCK_MONOTONIC in seconds, the same for all processes of the machine. max_rows: so many of the sequences

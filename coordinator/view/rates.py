@@ -52,14 +52,10 @@ class History:
 
 
 def view_of(before: Snapshot, long_before: Snapshot, now: Snapshot, facts: Facts, ceiling: Ceiling | None) -> dict:
-    """Token rates are since `before`, row rates since `long_before`."""
-    span = now["time"] - before["time"]
+    """Token rates are since `before`, or `long_before` for a worker whose step takes longer, as are row rates."""
     cores = sum(len(worker["cores"]) for worker in now["workers"] if worker["state"] not in ABSENT)
     most = ceiling.of_cores(cores) / cores if ceiling is not None and cores else None
-    earlier = {worker["worker"]: worker for worker in before["workers"]}
-    workers = [
-        _worker(earlier.get(worker["worker"], worker), worker, now, span, facts, most) for worker in now["workers"]
-    ]
+    workers = [_worker(*_earlier(worker, before, long_before), worker, now, facts, most) for worker in now["workers"]]
     arena = now["arena"]
     used = arena["blocks"] - arena["free_blocks"] - arena["cached_blocks"]
     queue = _queue(long_before, now)
@@ -108,15 +104,25 @@ def _queue(before: Snapshot, now: Snapshot) -> dict[str, Any]:
     }
 
 
+def _earlier(worker: Mapping[str, Any], *snapshots: Snapshot) -> tuple[Mapping[str, Any], float]:
+    """(the worker, the time) in the first of these snapshots since which it has ended a step, else in the last."""
+    for snapshot in snapshots:
+        before = snapshot["workers"][worker["worker"]]
+        if before["steps"] < worker["steps"] or not worker["active"]:
+            break
+    return before, snapshot["time"]
+
+
 def _worker(
     before: Mapping[str, Any],
+    since: float,
     worker: Mapping[str, Any],
     now: Snapshot,
-    span: float,
     facts: Facts,
     most_per_core: float | None,
 ) -> dict[str, Any]:
     """most_per_core: bytes per second that each core reads at best while all do."""
+    span = now["time"] - since
     if span <= 0:  # a first look has no rates
         gained = dict.fromkeys(_COUNTERS, 0)
     else:

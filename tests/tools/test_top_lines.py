@@ -108,7 +108,8 @@ def test_the_least_important_columns_go_first(snapshots):
 
 
 def test_workers_are_sorted_and_the_unknown_come_last(snapshots):
-    snapshots[-1]["workers"].append({**snapshots[-1]["workers"][0], "worker": 2, "pid": None, "state": "starting"})
+    for snapshot in snapshots:
+        snapshot["workers"].append({**snapshot["workers"][0], "worker": 2, "pid": None, "state": "starting"})
     view = seen(snapshots)
 
     def order(sort, descending=False):
@@ -124,8 +125,9 @@ def test_workers_are_sorted_and_the_unknown_come_last(snapshots):
 
 
 def test_few_lines_show_some_workers_and_the_sum_of_all(snapshots):
-    one = snapshots[-1]["workers"][0]
-    snapshots[-1]["workers"] = [{**one, "worker": index, "pid": 4250} for index in range(30)]
+    for snapshot in snapshots:
+        one = snapshot["workers"][0]
+        snapshot["workers"] = [{**one, "worker": index, "pid": 4250} for index in range(30)]
     view = seen(snapshots)
     lines = [plain(line) for line in whole_lines(view, 80, 22, first=5)]
     assert [line.split()[0] for line in lines[5:-1]] == [str(index) for index in range(5, 21)]
@@ -191,6 +193,17 @@ def test_rates_are_means_of_the_last_seconds(snapshots):
             assert view["workers"][0]["decode_tokens_per_s"] == 100 and view["queue"]["rows_per_s"] == 1
     assert view["workers"][0]["decode_tokens_per_s"] == 0
     assert 0 < view["queue"]["rows_per_s"] < 1
+
+
+def test_a_step_that_takes_longer_than_the_window_still_has_a_rate(snapshots):
+    first, last = snapshots
+    between = copy.deepcopy(last)
+    between["time"] = last["time"] - 1.0
+    before = copy.deepcopy(first)
+    view = view_of(between, before, last, Facts(), None)
+    assert view["workers"][0]["decode_tokens_per_s"] == seen(snapshots)["workers"][0]["decode_tokens_per_s"] > 0
+    last["workers"][0]["active"] = 0  # it only waits
+    assert view_of(between, before, last, Facts(), None)["workers"][0]["decode_tokens_per_s"] == 0
 
 
 def test_ceilings_of_fewer_and_more_cores():

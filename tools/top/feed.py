@@ -19,7 +19,7 @@ from coremill.coordinator.view.rates import History
 # A coordinator that does not answer for so long is said to be silent, in seconds.
 ANSWER_SECONDS = 5.0
 # Between the two looks that the rates of a single table come from, in seconds.
-_ONCE_SECONDS = 1.0
+_ONCE_SECONDS = 2.0
 
 
 class Feed:
