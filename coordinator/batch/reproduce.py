@@ -1,15 +1,18 @@
-"""The command that runs one row of a file again, for rows that were set aside because workers died of them."""
+"""What runs one request alone again, for those that were set aside because workers died of them: a command for a row
+of a file, a call for a job in Python."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from coremill.config.kinds import Flag
 from coremill.config.options import BY_NAME, default_of, of_group
 
 if TYPE_CHECKING:
+    from coremill.config.engine import EngineConfig
+    from coremill.config.request import GenerationRequest, SequenceRequest
     from coremill.coordinator.batch.job import BatchOptions
 
 _READERS = {".gz": "zcat", ".zst": "zstdcat"}
@@ -35,6 +38,30 @@ def reproducing(options: BatchOptions, format: str) -> Callable[[int], str]:
         return f"{reader} {name} | {pick} | {command}" if reader else f"{pick} {name} | {command}"
 
     return of_line
+
+
+def reproducing_call(model: str, config: EngineConfig, request: GenerationRequest, sequence: SequenceRequest) -> str:
+    """A call that runs a job alone, with everything its result depends on; dots for its text, which may be long."""
+    names = [option.name for option in of_group("engine") if option.name not in _OF_THE_RUN and option.name != "seed"]
+    settings = {"workers": 1} | _differing(config, names)
+    source = "messages" if request.kind == "chat" else "prompt" if isinstance(request.prompt, str) else "prompt_ids"
+    sampling = {"max_tokens": sequence.max_tokens, "seed": sequence.seed}
+    sampling |= _differing(request.sampling, ("temperature", "top_p", "top_k", "min_p", "stop"))
+    if request.allow_special:
+        sampling["allow_special"] = True
+    return (
+        f"Coordinator({', '.join([repr(model), *_keywords(settings)])})"
+        f".submit({', '.join([f'{source}=...', *_keywords(sampling)])})"
+    )
+
+
+def _differing(source: Any, names: Iterable[str]) -> dict[str, Any]:
+    """What is not the default."""
+    return {name: value for name in names if (value := getattr(source, name)) != default_of(name)}
+
+
+def _keywords(values: dict[str, Any]) -> Iterator[str]:
+    return (f"{name}={value!r}" for name, value in values.items())
 
 
 def _switches(options: BatchOptions) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from coremill.config.engine import DEFAULT_CTX, EngineConfig
 from coremill.config.errors import EngineClosedError, EngineError, RequestError
 from coremill.config.joboptions import too_late
-from coremill.config.request import SequenceResult
+from coremill.config.request import SequenceRequest, SequenceResult
 from coremill.coordinator.admission import sequence_request
 from coremill.coordinator.python.job import Completion, Job, Timing, Usage
 from coremill.coordinator.text.requests import TextRequest
@@ -128,6 +128,8 @@ class LocalBackend:
         def done(result: SequenceResult) -> None:
             outcome = completion_of(job, result, len(prompt_ids))
             if isinstance(outcome, Exception):
+                if isinstance(outcome, RequestError) and outcome.code == "worker_crashed":
+                    outcome = self._reproducible(outcome, job, request)
                 self._failed(job, outcome, lambda: self._hand_over(job, prompt_ids))
             else:
                 job.finish(outcome)
@@ -140,6 +142,14 @@ class LocalBackend:
             self.engine.watch(run.ticket, job.feed_text)
         if job.done():  # meanwhile
             self.engine.cancel(run.ticket)
+
+    def _reproducible(self, error: RequestError, job: Job, request: SequenceRequest) -> RequestError:
+        """The error, with a call that runs the job alone."""
+        from coremill.coordinator.batch.reproduce import reproducing_call
+
+        call = reproducing_call(self._model, self._config, job.request, request)
+        said = f"{error.message}; this runs it alone, with its {len(request.prompt_ids)} prompt tokens: {call}"
+        return RequestError(error.code, said, error.param)
 
     def _failed(self, job: Job, error: Exception, again: Callable[[], None]) -> None:
         run = job.handle

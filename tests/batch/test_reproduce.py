@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 
 from coremill.config.engine import EngineConfig
-from coremill.config.request import SamplingParams
+from coremill.config.request import GenerationRequest, SamplingParams, SequenceRequest
 from coremill.coordinator.batch.job import BatchOptions
-from coremill.coordinator.batch.reproduce import reproducing
+from coremill.coordinator.batch.reproduce import reproducing, reproducing_call
 
 
 def command(input: str = "in.jsonl", format: str = "jsonl", engine=None, defaults=None, **more) -> str:
@@ -49,3 +49,12 @@ def test_what_the_result_depends_on_comes_along_and_nothing_else():
         *("--ctx", "512", "--seed", "9", "--temperature", "0.5", "--stop", '["a b", "c"]', "--chat"),
         *("--system", "Be brief.", "-o", "reproduce.jsonl"),
     ]
+
+
+def test_a_job_in_python():
+    sampling = SamplingParams(temperature=0.0, top_k=5)
+    request = GenerationRequest("a", "chat", ({"role": "user", "content": "Hi"},), None, sampling, allow_special=True)
+    sequence = SequenceRequest("a", (1, 2), max_tokens=9, temperature=0.0, top_k=5, seed=0)
+    config = EngineConfig(workers=3, max_active=2, prefix_cache=False)
+    call = "Coordinator('smollm2', workers=1).submit(messages=..., max_tokens=9, seed=0, temperature=0.0, top_k=5"
+    assert reproducing_call("smollm2", config, request, sequence) == f"{call}, allow_special=True)"

@@ -14,9 +14,10 @@ from functools import partial
 import pytest
 
 from coremill.config.engine import EngineConfig
-from coremill.config.errors import EngineError
+from coremill.config.errors import EngineError, RequestError
 from coremill.config.request import SequenceRequest
 from coremill.config.topology import CoreGroup
+from coremill.coordinator import Completion, Coordinator
 from coremill.coordinator.engine import Engine
 
 
@@ -190,3 +191,35 @@ def test_a_poison_row_is_set_aside_alone(start, pack, monkeypatch, what):
     error = results[11].result().error
     assert error.code == "worker_crashed"
     assert ("stuck: no operation completed for 1 s" if what == "HANG" else f"killed by {what}") in error.message
+
+
+def test_the_error_of_a_poison_job_says_how_to_run_it_alone(pack, monkeypatch):
+    """In Python too: the call that it shows fails alone in the same way, and succeeds when the cause is gone."""
+    monkeypatch.setenv("COREMILL_TEST_POISON", "SIGSEGV:volcano")
+    text = "a volcano that"
+    with Coordinator(pack, ctx=400, kv="q8") as several:
+        job = several.submit(text, max_tokens=6, temperature=0.5, stop=["zz"])
+        with pytest.raises(RequestError) as caught:
+            job.result(60)
+    message, _, advice = str(caught.value).partition("; this runs it alone, with its ")
+    assert caught.value.code == "worker_crashed" and "killed by SIGSEGV" in message
+    count, _, call = advice.partition(" prompt tokens: ")
+    assert re.fullmatch(
+        r"Coordinator\('.*', workers=1, ctx=400, kv='q8'\)"
+        r"\.submit\(prompt=\.\.\., max_tokens=6, seed=\d+, temperature=0\.5, stop=\('zz',\)\)",
+        call,
+    )
+    made, _, submitted = call.partition(".submit")
+
+    def again() -> Completion:
+        with eval(made, {"Coordinator": Coordinator}) as alone:
+            return eval(f"alone.submit{submitted.replace('...', repr(text))}", {"alone": alone}).result(60)
+
+    with pytest.raises(RequestError, match="killed by SIGSEGV"):
+        again()
+    monkeypatch.delenv("COREMILL_TEST_POISON")
+    completion = again()
+    assert completion.usage.prompt_tokens == int(count)
+    with Coordinator(pack, ctx=400, kv="q8") as several:
+        expected = several.submit(text, max_tokens=6, temperature=0.5, stop=["zz"], custom_id=job.custom_id).result(60)
+    assert (completion.text, completion.token_ids) == (expected.text, expected.token_ids)
