@@ -134,9 +134,8 @@ def test_results_are_those_of_the_batch_runner(shared, tiny_pack, tmp_path):
         assert (outcome.text, outcome.finish_reason) == (text, choice["finish_reason"])
         assert outcome.usage.completion_tokens == usage["completion_tokens"]
         assert outcome.row is rows[outcome.index]
-    assert [code for code, _ in seen] == [
-        "model_not_found", "invalid_value", "unknown_parameter", "context_length_exceeded", "missing_required_parameter",
-    ]  # fmt: skip
+    codes = ("model_not_found", "invalid_value", "unknown_parameter", "context_length_exceeded")
+    assert [code for code, _ in seen] == [*codes, "missing_required_parameter"]
 
 
 def test_texts_as_messages(shared):
