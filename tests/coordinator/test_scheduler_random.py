@@ -180,6 +180,7 @@ def test_what_prompts_share_is_computed_once(sim, seed, num_workers, max_active,
     # The last token of each prompt is always computed, and whoever shares a block that is not full yet may rather
     # compute up to MIN_WAIT - 1 tokens of it than wait.
     computed = sum(page["prefill_tokens"] for page in world.pages.values())
-    assert len(beginnings) <= computed <= len(beginnings) + (len(prompts) - 1) * MIN_WAIT
-    again = [len(tokens) for tokens, count in world.full_blocks.items() if count > 1 and tokens in beginnings]
-    assert not [length for length in again if length not in {len(prompt) for prompt in prompts}]
+    assert computed <= len(beginnings) + (len(prompts) - 1) * MIN_WAIT
+    again = [tokens for tokens, count in world.full_blocks.items() if count > 1 and tokens in beginnings]
+    # What comes after a whole prompt may have been generated, by chance as another prompt goes on.
+    assert all(any(tokens[: len(prompt)] == prompt for prompt in prompts[1:]) for tokens in again)
