@@ -168,7 +168,7 @@ def test_interrupted_then_resumed(command, undisturbed, number):
     # As a terminal does it: to every process in the foreground.
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     code, said = run.finish(process)
-    assert time.monotonic() - pressed < 1.5, said  # a second, and what a loaded test machine adds
+    assert time.monotonic() - pressed < 5, said  # a second, and what a loaded test machine adds
     assert code == 128 + number, said
     assert "the same command goes on from here" in said
     assert_gone(processes)

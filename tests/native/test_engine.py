@@ -296,7 +296,7 @@ def test_idle_threads_use_no_cpu(parts):
     time.sleep(0.05)
     begun = time.process_time()
     time.sleep(0.5)
-    assert time.process_time() - begun < 0.02
+    assert time.process_time() - begun < 0.1  # threads that spin would use 1.5 s
     assert step(engine)
 
 

