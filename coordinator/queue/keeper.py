@@ -61,7 +61,8 @@ class Keeper:
         self._errands: dict[str, Errand] = {}  # begun
         self._followers: dict[str, list[Follower]] = {}  # of unfinished jobs
         self._priorities: Counter[int] = Counter()  # of those begun
-        self._orders: dict[str, Order] = {}  # of this turn
+        self._orders: dict[str, Order] = {}  # accepted in this turn
+        self._leaving: set[str] = set()  # begun jobs that end in this turn
         self._idle: list[Future[None]] = []
         self._readers = Readers(store)
         counts = store.counts()
@@ -115,7 +116,12 @@ class Keeper:
 
     def cancel(self, id: str) -> Future[None]:
         """Nobody wants it any more; its id is not run again. Too late is no error."""
-        return self._writer.post(lambda: rules.forget(self._store, id), self._cancelled)
+
+        def forget() -> Row | None:
+            self._leaving.add(id)
+            return rules.forget(self._store, id)
+
+        return self._writer.post(forget, self._cancelled)
 
     def acknowledge(self, ids: Sequence[str]) -> Future[None]:
         """Their outcomes are in safe hands: forget them, all or none. RequestError job_not_found, job_unfinished."""
@@ -172,7 +178,7 @@ class Keeper:
     def _take_next(self) -> list[Row]:
         if self._writer.failure is not None or self._writer.closing:
             return []
-        room = self._window - len(self._errands)
+        room = self._window - len(self._errands.keys() - self._leaving)
         if room > 0:
             return self._store.begin(room)
         lowest, highest = min(self._priorities), self._store.highest_waiting()
@@ -186,6 +192,7 @@ class Keeper:
         self._num_done -= turn.num_settled
         self._begin(turn.begun)
         self._orders.clear()
+        self._leaving.clear()
         self._readers.serve()
         self._tell_idle()
         if turn.more:
@@ -266,11 +273,12 @@ class Keeper:
     def _over(self, id: str, number: int, outcome: Completion | RequestError) -> None:
         text = to_json(outcome_form(outcome))
 
-        def told(ended: bool) -> None:
-            if ended:  # and not cancelled meanwhile
-                self._ended(id, outcome)
+        def write() -> bool:
+            """False: it has been cancelled meanwhile."""
+            self._leaving.add(id)
+            return self._store.end(number, text, time.time())
 
-        self._writer.post(lambda: self._store.end(number, text, time.time()), told, must=True)
+        self._writer.post(write, lambda ended: self._ended(id, outcome) if ended else None, must=True)
 
     def _ended(self, id: str, outcome: Completion | RequestError) -> None:
         self._leave(id)
