@@ -162,6 +162,7 @@ class Placement:
     def _fill_workers(self, now: float) -> None:
         share = self._share()
         open_slots = [slot for slot in self.slots if slot.state == "ready" and len(slot.leases) < share]
+        loads: dict[int, tuple[int, int, int]] = {}  # of slots, until they change: each is a sum over its sequences
         while open_slots:
             candidates, line = open_slots, self.waiting
             if self.suspects and not self._must_rest(self.suspects.peek()):
@@ -178,8 +179,9 @@ class Placement:
             if match.wait is not None and line is self.waiting:  # suspects wait for nobody
                 self._park(sequence, match)
                 continue
-            slot = min(candidates, key=lambda slot: slot.load)
+            slot = min(candidates, key=lambda slot: loads.get(slot.index) or loads.setdefault(slot.index, slot.load))
             self._begin(sequence, slot, match, now)
+            del loads[slot.index]
             if len(slot.leases) >= share:
                 open_slots.remove(slot)
 
