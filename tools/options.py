@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,17 +65,28 @@ def takes(verb: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def resolved(**given: Any) -> Any:
-            if click.get_current_context().invoked_subcommand is None:
-                for line in unknown_variables(os.environ):
-                    click.echo(f"coremill: warning: unknown variable {line}", err=True)
+            subcommand = click.get_current_context().invoked_subcommand
+            strangers = unknown_variables(os.environ) if subcommand is None else []
             mine = {option.name: given.pop(option.name) for option in options}
-            return function(settings=from_command_line(verb, mine), **given)
+            as_json = False
+            try:
+                settings = from_command_line(verb, mine)
+                as_json = settings.get("log_format") == "json"
+            finally:
+                for line in strangers:
+                    _warn(f"warning: unknown variable {line}", as_json)
+            return function(settings=settings, **given)
 
         for option in reversed(options):
             resolved = _click_option(option, verb)(resolved)
         return resolved
 
     return decorate
+
+
+def _warn(text: str, as_json: bool) -> None:
+    line = json.dumps({"time": round(time.time(), 3), "event": "message", "text": text})
+    click.echo(line if as_json else f"coremill: {text}", err=True)
 
 
 def _click_option(option: Option, verb: str) -> Callable[[Any], Any]:

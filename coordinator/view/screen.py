@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coremill.config.printable import shortened
-from coremill.coordinator.batch.plan import format_seconds
+from coremill.coordinator.batch.plan import count_of, format_seconds
 from coremill.coordinator.view.table import Line, count, cut_line, gigabytes, megabytes, percent, worker_lines
 
 View = Mapping[str, Any]
@@ -65,7 +65,7 @@ def queue_line(view: View, width: int) -> Line:
     """Where the rows are."""
     queue = view["queue"]
     done, rows = queue["skipped"] + queue["done"] + queue["errors"], queue["rows"]
-    facts = [Fact(f"{done:,} rows done")]
+    facts = [Fact(f"{count_of(done, 'row')} done")]
     if rows is not None:
         about = "about " if queue["rows_are_estimated"] else ""
         facts = [Fact(f"{done:,} of {about}{rows:,} rows ({percent(done / rows if rows else 1.0)})")]

@@ -450,7 +450,8 @@ def test_the_log_says_how_else_a_run_ended(make_runs, piped, rows):
     runs = make_runs()
     runs.write(rows)
     runs._model = str(runs.folder / "absent.gguf")
-    (error,) = events(runs.run("--log-format", "json", status=1))
+    warning, error = events(runs.run("--log-format", "json", status=1, COREMILL_WROKERS="2"))
+    assert warning["event"] == "message" and "COREMILL_WROKERS" in warning["text"]
     assert error["event"] == "error" and error["exit_code"] == 1 and "absent.gguf" in error["text"]
     run = piped("--log-format", "json")
     with run.connect() as client:
