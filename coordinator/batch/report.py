@@ -232,7 +232,7 @@ class LiveReporter(PlainReporter):
         share = share_done(progress, view["queue"]["seconds_left"])
         width = max(20, self._console.width)
         lines: list[Line] = [] if share is None else [[(_bar(share), "")]]
-        lines += [[("paused: coremill top goes on", "bold yellow")]] if view["paused"] else []
+        lines += [[("paused (p in coremill top goes on)", "bold yellow")]] if view["paused"] else []
         lines += [queue_line(view, width), sums_line(view, width)]
         # One line less than the terminal has, which would scroll otherwise.
         room = max(1, self._console.height - len(lines) - 4)
