@@ -192,6 +192,7 @@ def test_statistics_and_summary_add_up(command):
     for worker in stats["workers"]:
         for name in ("pid", "cores", "prefill_tokens", "decode_tokens", "busy_seconds", "mean_batch", "rss_bytes"):
             assert worker[name], name
+        assert 0 <= worker["borrowed_steps"] <= worker["steps"]
         parts = [worker[f"pss_{part}_bytes"] for part in ("weights", "arena", "private")]
         assert worker["pss_bytes"] == pytest.approx(sum(parts), rel=0.05)
     computed = sum(worker["prefill_tokens"] for worker in stats["workers"])

@@ -28,6 +28,7 @@ ALONE = [
     {"isa": "avx512_vnni"},
     {"shuffled": "1"},
     {"no_prefix_cache": ""},
+    {"no_lending": "", "workers": TWO},
 ]
 MIXED = [
     {"workers": TWO, "max_active": "1", "step_tokens": "512", "isa": "avx2"},

@@ -7,8 +7,10 @@ from collections import deque
 import pytest
 
 from coremill.config.counters import CounterPage, create_page
+from coremill.config.errors import EngineError
 from coremill.config.messages import (
     Begin,
+    Borrow,
     Cancel,
     Extend,
     Failed,
@@ -287,3 +289,44 @@ def test_memory_is_split_by_mapping():
 def test_memory_of_this_process():
     found = measure_memory("/nowhere", "nothing")
     assert found.rss >= found.pss == found.private > 1 << 20
+
+
+class LendingModel(ScriptedModel):
+    """Notes which cores it is told to use beside its own; has only two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, ...]] = []
+
+    def borrow(self, cores):
+        self.told.append(cores)
+        if not set(cores) <= {5, 6}:
+            raise EngineError("borrowing refused: no such core")
+
+
+def test_borrowed_cores_are_used_from_the_next_step_on_until_they_are_wanted_back():
+    loop = make(LendingModel())
+    loop.hear(begin(num_tokens=1))
+    step(loop)
+    assert loop.model.told == []
+    loop.hear(Borrow((5,)))
+    step(loop)
+    step(loop)
+    loop.hear(Borrow((6,)))
+    step(loop)
+    loop.hear(Borrow(()))
+    step(loop)
+    assert loop.model.told == [(5,), (6,), ()]
+    assert (loop.counters["steps"], loop.counters["borrowed_steps"]) == (5, 3)
+
+
+def test_a_core_that_the_kernel_refuses_is_done_without():
+    loop = make(LendingModel())
+    loop.hear(begin(num_tokens=1))
+    loop.hear(Borrow((7,)))
+    step(loop)
+    step(loop)
+    assert (loop.model.told, loop.counters["borrowed_steps"]) == ([(7,)], 0)
+    loop.hear(Borrow((6,)))
+    step(loop)
+    assert (loop.model.told, loop.counters["borrowed_steps"]) == ([(7,), (6,)], 1)
