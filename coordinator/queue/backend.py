@@ -115,6 +115,7 @@ class QueueBackend:
         try:
             return asked.result(timeout)
         except TimeoutError:
+            self.keeper.caught_up().result()
             return [] if asked.cancel() else asked.result()
         except KeyboardInterrupt:
             if not asked.cancel():

@@ -134,6 +134,10 @@ class Keeper:
         self._writer.post(then=lambda _: self._readers.ask(reader, limit, answer), answer=answer)
         return answer
 
+    def caught_up(self) -> Future[None]:
+        """Done when all that has been asked before has been looked at."""
+        return self._writer.post()
+
     def release(self, reader: str) -> None:
         """The reader is gone: others get what it has not acknowledged."""
         with contextlib.suppress(EngineError):  # so is the queue

@@ -21,8 +21,9 @@ class Readers:
         self._asking: deque[tuple[str, int, Future[list[Row]]]] = deque()
 
     def ask(self, reader: str, limit: int, answer: Future[list[Row]]) -> None:
-        """At serve() time, at least one outcome and at most `limit`, as soon as there is one."""
+        """At least one outcome and at most `limit`, now or at the serve() that finds one."""
         self._asking.append((reader, limit, answer))
+        self.serve()
 
     def serve(self) -> None:
         """Give what there is to those who ask, the first first."""
