@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from coremill.coordinator.engine import Engine
 
 Fields = dict[str, Any]
-_MOST_ROWS = 1024
+# Rows of each worker that one look may ask for.
+MOST_ROWS = 1024
 
 
 def watch_handlers(
@@ -32,7 +33,7 @@ def watch_handlers(
     """
 
     def glance(fields: Fields) -> Fields:
-        rows = check_int(fields.get("rows", 0), "rows", 0, _MOST_ROWS)
+        rows = check_int(fields.get("rows", 0), "rows", 0, MOST_ROWS)
         return {**engine.glance(rows), **about()}
 
     def pause(fields: Fields) -> Fields:

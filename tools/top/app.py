@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from coremill.config.printable import printable, shortened
+from coremill.coordinator.view.handlers import MOST_ROWS
 from coremill.coordinator.view.rates import ABSENT
 from coremill.coordinator.view.screen import whole_lines
 from coremill.coordinator.view.table import SORT_NAMES, Line, cut_line, plain
@@ -108,7 +109,7 @@ class App:
     def lines(self, width: int, height: int) -> list[Line]:
         """The whole screen."""
         view = self._watcher.view
-        self._watcher.rows = height
+        self._watcher.rows = min(height, MOST_ROWS)
         body: list[Line] = [[(self._watcher.problem or "looking ...", "")]]
         if view is not None:
             self._first = max(0, min(self._first, len(view["workers"]) - 1))

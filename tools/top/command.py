@@ -117,7 +117,9 @@ def _record_lines(records: Sequence[Record]) -> list[str]:
 
 def _print_json(feed: Any, once: bool) -> int:
     """One object per refresh, until the coordinator ends."""
-    for view in feed.views(rows=1024, once=once):
+    from coremill.coordinator.view.handlers import MOST_ROWS
+
+    for view in feed.views(rows=MOST_ROWS, once=once):
         click.echo(json.dumps(view))
         sys.stdout.flush()
     return 0
