@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from coremill.config.errors import EngineError
 from coremill.coordinator.python.feeders import feed_by_task, feed_by_thread
 from coremill.coordinator.python.flow import Errors
+from coremill.coordinator.python.frames import FrameErrors, FrameMap, FrameT, text_of
 from coremill.coordinator.python.job import Job
 from coremill.coordinator.python.results import AsyncResults, Hook, enter
 from coremill.coordinator.python.sync import Coordinator
@@ -167,6 +168,32 @@ class AsyncCoordinator:
     async def acknowledge(self, *jobs: Job | str) -> None:
         """As Coordinator.acknowledge."""
         await asyncio.to_thread(self.blocking.acknowledge, *jobs)
+
+    async def map_frame(
+        self,
+        frame: FrameT,
+        column: Any = None,
+        *,
+        into: str = "completion",
+        details: bool = False,
+        errors: FrameErrors = "raise",
+        window: int | None = None,
+        hook: Hook | None = None,
+        retries: int = 2,
+        chat: bool = False,
+        system: str | None = None,
+        **fields: Any,
+    ) -> FrameT:
+        """As Coordinator.map_frame; the hook may be a coroutine function."""
+        frames = FrameMap(frame, column, into, errors, details)
+        hook = hook or text_of
+        async with self.map(
+            frames.rows(), ordered=False, window=window, hook=hook, retries=retries, errors="return", chat=chat,
+            system=system, **fields,
+        ) as results:  # fmt: skip
+            async for outcome in results:
+                frames.take(outcome)
+        return frames.frame()
 
     def cancel_all(self) -> None:
         """Cancel every unfinished job."""

@@ -72,7 +72,9 @@ def defaults_of(fields: Mapping[str, Any], chat: Any, system: Any, models: Model
 
 def request_of_row(row: Any, number: int, defaults: Defaults) -> tuple[GenerationRequest, JobOptions]:
     """A row of map(): a text, or a mapping as in a line of a batch file, which may have the fields of JobOptions too.
-    number: of the row, from 1, which names it."""
+    number: of the row, from 1, which names it. A row that is a RequestError has failed already."""
+    if isinstance(row, RequestError):
+        raise row
     if isinstance(row, str):
         given: dict[str, Any] = {"prompt": row}
         if defaults.chat:

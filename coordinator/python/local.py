@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,10 +94,13 @@ class LocalBackend:
             left = job.options.seconds_left()
             job.handle = _Run(job.options.retries, time.time())
             if left is not None:
-                job.handle.timer = self.engine.call_at(time.monotonic() + left, lambda job=job: self._expire(job))
+                job.handle.timer = self.engine.call_at(time.monotonic() + left, partial(self._expire, job))
                 job.add_done_callback(_stop_timer)
             if isinstance(job.request.prompt, tuple):
-                self._hand_over(job, job.request.prompt)
+                try:
+                    self._hand_over(job, job.request.prompt)
+                except RequestError as error:
+                    job.finish(error)
             else:
                 texts.append(job)
         if texts:
@@ -110,7 +113,7 @@ class LocalBackend:
         for job, outcome in zip(jobs, [error] * len(jobs) if error else prepared.result(), strict=True):
             try:
                 if isinstance(outcome, Exception):
-                    self._failed(job, outcome, lambda job=job: self._prepare_again(job))
+                    self._failed(job, outcome, partial(self._prepare_again, job))
                 else:
                     self._hand_over(job, outcome)
             except Exception as error:  # whatever it is, the job's owner waits for it

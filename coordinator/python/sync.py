@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,11 @@ from coremill.config.joboptions import JobOptions, check_job_options, check_wait
 from coremill.config.options import BY_NAME
 from coremill.config.request import GenerationRequest
 from coremill.config.request_fields import check_custom_id
-from coremill.coordinator.python.asking import defaults_of, request_of_fields
-from coremill.coordinator.python.feeders import check_choices, check_rows, feed_by_thread
-from coremill.coordinator.python.flow import Errors, Flow
+from coremill.coordinator.python.asking import request_of_fields
 from coremill.coordinator.python.job import Job
 from coremill.coordinator.python.kept import KeptJobs
 from coremill.coordinator.python.lifecycle import belongs_elsewhere, watch_over
-from coremill.coordinator.python.results import Hook, Results
+from coremill.coordinator.python.maps import Maps
 from coremill.coordinator.python.roster import Roster
 from coremill.coordinator.text.requests import TextRequest
 
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from coremill.coordinator.python.backend import Backend
 
 
-class Coordinator(KeptJobs):
+class Coordinator(KeptJobs, Maps):
     """Workers on every core, and a queue of requests for them.
 
         with Coordinator("smollm2") as c:
@@ -165,62 +163,6 @@ class Coordinator(KeptJobs):
             job._abandon()
             raise
         return job
-
-    def map(
-        self,
-        rows: Iterable[Any] | AsyncIterable[Any],
-        *,
-        ordered: bool = True,
-        window: int | None = None,
-        hook: Hook | None = None,
-        retries: int = 2,
-        errors: Errors = "raise",
-        chat: bool = False,
-        system: str | None = None,
-        any_model: bool = False,
-        **fields: Any,
-    ) -> Results:
-        """Run many requests and iterate over their results; the input may be endless.
-
-            for result in c.map(texts, system="Answer yes or no.", max_tokens=3, temperature=0):
-                print(result.row, result.text)
-
-        Args:
-            rows: each a text, or a mapping as a line of a batch file is (`prompt` or `messages`, any sampling field,
-                `custom_id`, `metadata`) that may also have `priority`, `timeout`, `deadline`, `retries`. A row without
-                custom_id is "line-N", N from 1, so that the results are those of `coremill run` on the same rows.
-                Read on a thread of its own, so that results come while it is slow.
-            ordered: give results in the order of the rows; False: as they end.
-            window: most rows taken from the input whose results have not been given yet; default 2048 in order, 256
-                else, and no less than four times what runs at once.
-            hook: called with each Result in the thread that iterates. What it returns is the result's `value`; it may
-                raise Reject(reason) or Retry(reason, **fields). Anything else that it raises reaches the caller.
-            retries: how often a row is run again, when the hook asks for it or after a failure that need not recur.
-            errors: "raise" raises the RequestError of a row that failed, when its turn comes; going on afterwards is
-                possible. "return" gives a Failure in its place.
-            chat, system: texts are messages of a user, behind this system message if there is one.
-            any_model: accept whatever `model` rows name.
-            fields: for rows that do not say: max_tokens, temperature, top_p, top_k, min_p, seed, stop, priority,
-                timeout (of each row, from its submission), deadline.
-
-        What the input raises is raised after the results of the rows before it. The coordinator stays usable in any
-        case; rows under way are cancelled when the iteration is given up (see Results).
-        """
-        flow = self._new_flow(rows, ordered, window, retries, errors, any_model, chat, system, fields)
-        feed_by_thread(flow, rows)
-        return Results(flow, hook, errors)
-
-    def _new_flow(
-        self, rows: Any, ordered: bool, window: int | None, retries: int, errors: str, any_model: bool,
-        chat: bool, system: str | None, fields: dict[str, Any],
-    ) -> Flow:  # fmt: skip
-        self._check_owner()
-        check_rows(rows)
-        check_choices(window, errors)
-        models = None if any_model else lambda: self._backend.model_names
-        defaults = defaults_of({**fields, "retries": retries}, chat, system, models)
-        default_window = max(2048 if ordered else 256, 4 * self._backend.num_slots)
-        return Flow(self, defaults, window or default_window, ordered, retries)
 
     def cancel_all(self) -> None:
         """Cancel every unfinished job."""
