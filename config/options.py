@@ -116,7 +116,7 @@ def _shown(value: Any) -> str:
 _ENGINE = ("run", "bench peer")
 _STEPS = (*_ENGINE, "bench", "bench shape", "bench workers")
 _MODEL = (*_ENGINE, "bench", "bench start", "bench workers", "perplexity", "pack", "inspect")
-_BENCHES = ("bench", "bench start", "bench peer", "bench shape", "bench workers")
+_BENCHES = ("bench", "bench start", "bench peer", "bench shape", "bench workers", "bench coordinator")
 
 OPTIONS: tuple[Option, ...] = (
     Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
@@ -125,14 +125,15 @@ OPTIONS: tuple[Option, ...] = (
            required=("run", "bench peer", "bench start", "bench workers", "perplexity")),
     # ---- the engine: fields of EngineConfig ----
     Option("workers", Integer(1, 4096), None, "Worker processes.",
-           _STEPS, "engine", default_text="one for each core group",
-           verb_help={"bench workers": ("The most worker processes that are tried.", "one for each core group")}),
+           (*_STEPS, "bench coordinator"), "engine", default_text="one for each core group",
+           verb_help={"bench workers": ("The most worker processes that are tried.", "one for each core group"),
+                      "bench coordinator": ("Make-believe workers.", "192")}),
     Option("cores_per_worker", Integer(1, 4096, "K"), None,
            "Physical cores in each worker's core group, which run a step together.",
            (*_STEPS, "perplexity"), "engine", default_text="1",
            verb_help={"perplexity": ("Physical cores that compute together.", "all")}),
     Option("max_active", Integer(1, 1024, "B"), 16, "Sequences that a worker steps together.",
-           (*_ENGINE, "bench workers"), "engine"),
+           (*_ENGINE, "bench workers", "bench coordinator"), "engine"),
     Option("ctx", Integer(2, 1 << 30, "T"), None,
            "Longest request, prompt and completion together, in tokens.", (*_ENGINE, "perplexity"), "engine",
            default_text="the model's context length, at most 4096",
@@ -240,8 +241,10 @@ OPTIONS: tuple[Option, ...] = (
            "share with it computed.", ("bench peer",)),
     Option("weights", Choice(("f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")), "q4_k",
            "Format of the random weights.", ("bench shape",)),
+    Option("step_seconds", Number(0, 60, "SECONDS"), 0.05,
+           "How long a make-believe step takes; 0: as long as telling of it takes.", ("bench coordinator",)),
     Option("config", Text("FILE"), None, "TOML file with options.",
-           (*_MODEL, "bench shape", "cache", "cache ls", "cache prune", "doctor", "top"),
+           (*_MODEL, "bench shape", "bench coordinator", "cache", "cache ls", "cache prune", "doctor", "top"),
            default_text="none", in_files=False),
 )  # fmt: skip
 

@@ -132,6 +132,25 @@ def workers(settings: Settings) -> None:
     _print(settings, report)
 
 
+@command.command(
+    "coordinator",
+    cls=Verb,
+    examples=[
+        ("coremill bench coordinator", "8, 64 and 192 make-believe workers"),
+        ("coremill bench coordinator --workers 64 --step-seconds 0.02", "as many messages as real workers would send"),
+    ],
+)
+@takes("bench coordinator")
+def coordinator(settings: Settings) -> None:
+    """Measure the coordinator alone, with workers that speak the real protocol and compute nothing."""
+    from coremill.tools.bench.coordinator import bench_coordinator, coordinator_text
+
+    report = bench_coordinator(settings, _progress(settings))
+    if not settings["json"]:
+        click.echo(coordinator_text(report), nl=False)
+    _print(settings, report)
+
+
 def _progress(settings: Settings) -> Callable[[str], None]:
     """Where lines about what is being done go: stderr, and nowhere when nobody watches a text being made."""
     quiet = not settings["json"] and not sys.stderr.isatty()
