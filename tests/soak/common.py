@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shutil
 import sys
+import sysconfig
 import tempfile
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +53,14 @@ class _Plain:
 
 def work_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="coremill-soak-")
+
+
+def own_python(folder: Path) -> Path:
+    """The interpreter of a copy of this environment, which nobody else maps: memory of files is shared out among all
+    processes that map them, and strangers come and go."""
+    venv.EnvBuilder(symlinks=False, with_pip=False).create(folder)
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    target = folder / "lib" / name / "site-packages"
+    without = shutil.ignore_patterns("cmake", "pip", "__pycache__")
+    shutil.copytree(sysconfig.get_path("platlib"), target, dirs_exist_ok=True, ignore=without)
+    return folder / "bin/python"
