@@ -180,6 +180,10 @@ def test_a_short_run(monkeypatch, smollm2_pack, tmp_path):
     assert {"attn_qkv", "attention", "ffn_gate_up", "ffn_down", "head"} <= operations
     assert {row["matrix"] for row in report["gemm"]} >= {"token_embd", "blk.0.attn_qkv", "blk.0.ffn_down"}
     assert {row["tokens"] for row in report["gemm"]} == {1, 8}
+    lone = report.get("lone", [])
+    assert [row["what"] for row in lone] == (["prefill", "decode"] if num_workers > 1 else [])
+    assert all(row["lent_tokens_per_s"] > 0 and row["alone_tokens_per_s"] > 0 for row in lone)
     text = report_text(report)
+    assert ("A sequence alone\n" in text) == (num_workers > 1)
     for title in ("Ceilings of this machine", "Matrix products, one core", "Steps", "Operations, 2 x 128"):
         assert f"{title}\n" in text

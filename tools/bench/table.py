@@ -68,6 +68,8 @@ def _bench_model(
     rounds: int,
     say: Callable[[str], None],
 ) -> None:
+    from coremill.config.arena import ArenaGeometry
+    from coremill.coordinator.figures import streamed_bytes
     from coremill.tools import machine
     from coremill.tools.bench.limits import GemmRates
 
@@ -78,6 +80,8 @@ def _bench_model(
         "name": spec.name,
         "architecture": spec.architecture,
         "weight_bytes": pack.data_length,
+        "streamed_bytes": streamed_bytes(pack),
+        "kv_token_bytes": ArenaGeometry.for_model(spec, 1, settings["kv"]).token_bytes,
         "key": pack.key,
         "kv": settings["kv"],
     }
@@ -91,6 +95,11 @@ def _bench_model(
         ceilings.cores[:1], lambda: _one_worker(pack, chosen, gemm, ceilings, settings, rounds, say)
     )[0]
     report["all_workers"] = _all_workers(pack, chosen, groups, limits, ceilings, settings, rounds, say)
+    if len(groups) > 1:
+        from coremill.tools.bench.lone import lone_report
+
+        say("measuring a sequence alone ...")
+        report["lone"] = lone_report(pack.path, spec, groups, rounds, settings["step_tokens"], settings["kv"])
 
 
 def cases(context_length: int, step_tokens: int, *, quick: bool) -> list[Case]:

@@ -14,7 +14,9 @@ def report_text(report: dict[str, Any]) -> str:
         if "packing" in report:
             packing = report["packing"]
             parts[-1] += f"\nPacked in {packing['seconds']} s, {packing['gb_per_s']} GB/s"
-        parts += [_gemm_text(report["gemm"]), _steps_text(report), _operations_text(report["one_worker"])]
+        parts += [_gemm_text(report["gemm"]), _steps_text(report)]
+        parts += [_lone_text(report["lone"])] if "lone" in report else []
+        parts += [_operations_text(report["one_worker"])]
     parts += [f"Warning: {warning}." for warning in report["warnings"]]
     return "\n\n".join(parts) + "\n"
 
@@ -87,6 +89,21 @@ def _steps_text(report: dict[str, Any]) -> str:
         "  all: real workers behind a coordinator. noise: spread of the rounds."
     )
     return f"Steps\n{columns(head, cells)}\n{note}"
+
+
+def _lone_text(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [
+        (
+            f"{row['what']} {'of' if row['what'] == 'prefill' else 'after'} {row['context']}",
+            f"{row['alone_tokens_per_s']:.0f}",
+            f"{row['lent_tokens_per_s']:.0f}",
+            f"{row['gain']:.2f}",
+        )
+        for row in rows
+    ]
+    head = ("one sequence", "alone: t/s", "lent: t/s", "gain")
+    note = f"  lent: with the cores of the other workers ({rows[0]['workers']} in all), as they have nothing to run."
+    return f"A sequence alone\n{columns(head, cells)}\n{note}"
 
 
 def _operations_text(rows: Sequence[dict[str, Any]]) -> str:
