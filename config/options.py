@@ -113,19 +113,28 @@ def _shown(value: Any) -> str:
 
 
 # A verb's options are those whose row names it.
-_ENGINE = ("run", "bench peer")
+_ENGINE = ("run", "up", "bench peer")
 _STEPS = (*_ENGINE, "bench", "bench shape", "bench workers")
-_MODEL = (*_ENGINE, "bench", "bench start", "bench workers", "perplexity", "pack", "inspect")
-_BENCHES = ("bench", "bench start", "bench peer", "bench shape", "bench workers", "bench coordinator")
+_MODEL = (*_ENGINE, "bench", "bench start", "bench tail", "bench workers", "perplexity", "pack", "inspect")
+_BENCHES = (
+    "bench",
+    "bench start",
+    "bench tail",
+    "bench peer",
+    "bench shape",
+    "bench workers",
+    "bench coordinator",
+    "bench estimate",
+)
 
 OPTIONS: tuple[Option, ...] = (
     Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
            _MODEL, short="-m", default_text="none",
            verb_help={"bench": ("Model to measure.", "none, needed for all but --roofline")},
-           required=("run", "bench peer", "bench start", "bench workers", "perplexity")),
+           required=("run", "up", "bench peer", "bench start", "bench tail", "bench workers", "perplexity")),
     # ---- the engine: fields of EngineConfig ----
     Option("workers", Integer(1, 4096), None, "Worker processes.",
-           (*_STEPS, "bench coordinator"), "engine", default_text="one for each core group",
+           (*_STEPS, "bench tail", "bench coordinator"), "engine", default_text="one for each core group",
            verb_help={"bench workers": ("The most worker processes that are tried.", "one for each core group"),
                       "bench coordinator": ("Make-believe workers.", "192")}),
     Option("cores_per_worker", Integer(1, 4096, "K"), None,
@@ -133,7 +142,7 @@ OPTIONS: tuple[Option, ...] = (
            (*_STEPS, "perplexity"), "engine", default_text="1",
            verb_help={"perplexity": ("Physical cores that compute together.", "all")}),
     Option("max_active", Integer(1, 1024, "B"), 16, "Sequences that a worker steps together.",
-           (*_ENGINE, "bench workers", "bench coordinator"), "engine"),
+           (*_ENGINE, "bench tail", "bench workers", "bench coordinator"), "engine"),
     Option("ctx", Integer(2, 1 << 30, "T"), None,
            "Longest request, prompt and completion together, in tokens.", (*_ENGINE, "perplexity"), "engine",
            default_text="the model's context length, at most 4096",
@@ -144,18 +153,18 @@ OPTIONS: tuple[Option, ...] = (
            "Type of the KV cache: f16, or q8, which takes half the memory and computes on 8-bit integers.",
            (*_STEPS, "perplexity"), "engine"),
     Option("seed", Integer(-(2**63), 2**63 - 1, "S"), 0,
-           "Seed of the run, from which rows without a seed draw theirs.", ("run",), "engine"),
+           "Seed of the run, from which rows without a seed draw theirs.", ("run", "up"), "engine"),
     Option("prefix_cache", Flag(), True, "Share the computed prefixes of prompts.", _ENGINE, "engine"),
     Option("lending", Flag(), True,
            "Workers with nothing to run lend their cores to others, where measuring says that it is faster.",
-           _ENGINE, "engine"),
+           (*_ENGINE, "bench tail"), "engine"),
     Option("step_tokens", Integer(1, 8192), 128,
            "Tokens of one step, which is also the longest piece of a prompt computed at once.",
            (*_STEPS, "perplexity"), "engine"),
     Option("profile", Flag(), False, "Time each operation and print the table.", ("run",), "engine"),
     Option("stuck_after", Number(1, 86400, "SECONDS"), 10.0,
            "Kill a worker that has work but completes no operation for this long; its rows go on elsewhere.",
-           ("run",), "engine"),
+           ("run", "up"), "engine"),
     # ---- what rows get that say nothing: fields of SamplingParams ----
     Option("max_tokens", Integer(1, 2**31 - 1), None, "Longest completion, for rows that do not say.",
            ("run",), "sampling", default_text="16 for completions, the room left in ctx for chat"),
@@ -173,10 +182,12 @@ OPTIONS: tuple[Option, ...] = (
            ("run",), "sampling", default_text="none"),
     # ---- commands ----
     Option("output", Text("OUT"), None, "File of results, one JSON object a line; an earlier run's is resumed.",
-           ("run", "pack", "bench shape"), short="-o", default_text="none",
-           required=("run",), spoken_only=("pack", "bench shape"),
+           ("run", "pack", "bench shape", "bench draw"), short="-o", default_text="none",
+           required=("run", "bench draw"),
+           spoken_only=("pack", "bench shape", "bench draw"),
            verb_help={"pack": ("File to write the packed model to; on the command line only.", "a file in the cache"),
-                      "bench shape": ("Only write the GGUF file, measure nothing; on the command line only.", "none")}),
+                      "bench shape": ("Only write the GGUF file, measure nothing; on the command line only.", "none"),
+                      "bench draw": ("SVG file to write; on the command line only.", "none")}),
     Option("errors", Text("FILE"), None, "File for rows that failed.",
            ("run",), default_text="OUT with .jsonl replaced by .errors.jsonl"),
     Option("retry_errors", Flag(), False, "Run the rows again that failed in an earlier run.", ("run",)),
@@ -205,6 +216,16 @@ OPTIONS: tuple[Option, ...] = (
     Option("log_format", Choice(("text", "json")), "text",
            "What standard error gets: text, or json: one object a line for progress, what happens, and the summary.",
            ("run",)),
+    Option("queue", Text("FILE"), None,
+           "Keep jobs and their outcomes in this file: they survive crashes of everything (docs/queue.md).",
+           ("up",), default_text="none, in memory"),
+    Option("keep", Number(1, 1e10, "SECONDS"), None,
+           "Forget outcomes that nobody has acknowledged after so long.", ("up",), default_text="never"),
+    Option("listen", Text("tcp://HOST:PORT"), None,
+           "Take clients from the network too, if --keys lists their keys.", ("up",), default_text="none"),
+    Option("keys", Text("FOLDER"), None, "Folder of the keys for --listen.", ("up",), default_text="none"),
+    Option("make_keys", Flag(), False, "Make keys for a coordinator and a first client in the new folder --keys.",
+           ("up",), spoken_only=("up",)),
     Option("logits", Text("OUT.npy"), None,
            "Write the logits of all tokens to this file: float32 [tokens][vocabulary], for numpy.load.",
            ("perplexity",), default_text="none"),
@@ -225,7 +246,7 @@ OPTIONS: tuple[Option, ...] = (
            ("bench", "bench shape")),
     Option("roofline", Flag(), False, "Only the machine's ceilings; needs no model.", ("bench",)),
     Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.",
-           ("bench", "bench start", "bench peer", "bench shape", "bench workers")),
+           ("bench", "bench start", "bench tail", "bench peer", "bench shape", "bench workers")),
     Option("concurrency", Integer(1, 4096), 16,
            "Requests open at the peer's server at a time.", ("bench peer",)),
     Option("peer_program", Text("PROGRAM"), None,
@@ -244,7 +265,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("step_seconds", Number(0, 60, "SECONDS"), 0.05,
            "How long a make-believe step takes; 0: as long as telling of it takes.", ("bench coordinator",)),
     Option("config", Text("FILE"), None, "TOML file with options.",
-           (*_MODEL, "bench shape", "bench coordinator", "cache", "cache ls", "cache prune", "doctor", "top"),
+           (*_MODEL, "bench shape", "bench coordinator", "bench estimate", "bench draw", "cache", "cache ls",
+            "cache prune", "doctor", "top"),
            default_text="none", in_files=False),
 )  # fmt: skip
 

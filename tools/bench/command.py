@@ -22,6 +22,7 @@ from coremill.tools.options import Verb, VerbGroup, takes
         ("coremill bench --roofline", "only what the machine can do"),
         ("coremill bench -m model.gguf --json > bench.json", "figures for a script"),
         ("coremill bench start -m smollm2", "time to the first token, cost of a second worker"),
+        ("coremill bench tail -m smollm2", "whether all workers have work to the end of a file"),
         ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf", "against another server"),
     ],
 )
@@ -57,6 +58,22 @@ def start(settings: Settings) -> None:
     from coremill.tools.bench.start import bench_start
 
     _print(settings, bench_start(settings, _speaks(settings)))
+
+
+@command.command(
+    "tail",
+    cls=Verb,
+    examples=[
+        ("coremill bench tail -m smollm2", "40 uneven rows, three rounds"),
+        ("coremill bench tail -m model.gguf --no-lending --rounds 9 --json", "for a script"),
+    ],
+)
+@takes("bench tail")
+def tail(settings: Settings) -> None:
+    """Measure whether all workers have something to do until the last of 40 uneven rows is done."""
+    from coremill.tools.bench.tail import bench_tail
+
+    _print(settings, bench_tail(settings, _speaks(settings)))
 
 
 @command.command(
@@ -149,6 +166,49 @@ def coordinator(settings: Settings) -> None:
     if not settings["json"]:
         click.echo(coordinator_text(report), nl=False)
     _print(settings, report)
+
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@command.command(
+    "estimate",
+    cls=Verb,
+    examples=[
+        ("coremill bench -m smollm2 --json > bench.json", "one core's steps, and more"),
+        ("coremill bench coordinator --json > coordinator.json", "the coordinator's messages"),
+        ("coremill bench estimate bench.json coordinator.json", "8, 64 and 192 cores on paper"),
+    ],
+)
+@click.argument("bench", type=_FILE)
+@click.argument("coordinator", type=_FILE)
+@takes("bench estimate")
+def estimate(settings: Settings, bench: Path, coordinator: Path) -> None:
+    """Estimate what 8, 64 and 192 cores would do, from the JSON of `bench` and of `bench coordinator`."""
+    from coremill.tools.bench.estimate import bench_estimate, estimate_text
+
+    report = bench_estimate(bench, coordinator)
+    if not settings["json"]:
+        click.echo(estimate_text(report), nl=False)
+    _print(settings, report)
+
+
+@command.command(
+    "draw",
+    cls=Verb,
+    examples=[
+        ("coremill bench draw bench.json workers.json -o bench.svg", "over batch, context and workers"),
+    ],
+)
+@click.argument("files", nargs=-1, required=True, type=_FILE)
+@takes("bench draw")
+def draw(settings: Settings, files: tuple[Path, ...]) -> None:
+    """Draw throughput over batch, context and workers, from the JSON of `bench` and `bench workers`."""
+    from coremill.tools.bench.draw import draw_files
+
+    out = Path(settings.require("output"))
+    for title in draw_files(files, out):
+        click.echo(f"{out}: {title}")
 
 
 def _progress(settings: Settings) -> Callable[[str], None]:
