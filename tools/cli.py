@@ -18,6 +18,7 @@ import click
 # Verb -> (module with the click command `command`, help in the list of verbs).
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("coremill.tools.run", "Run a file of prompts through a model."),
+    "up": ("coremill.tools.up", "Keep a model ready for programs that come and go."),
     "top": ("coremill.tools.top.command", "Watch the workers of what is running."),
     "inspect": ("coremill.tools.inspect", "Show what a model file holds and how it is packed."),
     "pack": ("coremill.tools.pack", "Pack a model before its first use."),

@@ -15,7 +15,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from coremill.config.errors import CoremillError, EngineClosedError, EngineError
+from coremill.config.errors import ConfigError, CoremillError, EngineClosedError, EngineError
+from coremill.coordinator.local_socket.keys import check_tcp, client_keys
 from coremill.coordinator.local_socket.records import check_address
 from coremill.coordinator.local_socket.wire import error_of, packed, unpacked
 
@@ -28,12 +29,13 @@ class LocalClient:
         with LocalClient(running()[0].address) as client:
             print(client.call("stats"))
 
-    address: as a Record has it. ConfigError when that cannot be a coordinator of this user, EngineClosedError when it
-    has ended. Calls that are open when it ends raise EngineClosedError; what it had taken by then it may have done.
+    address: as a Record has it, or tcp://HOST:PORT with the folder of keys for it. ConfigError when that cannot be, or
+    belongs to another user, EngineClosedError when nobody is there. Calls that are open when the coordinator ends raise
+    EngineClosedError; what it had taken by then it may have done.
     """
 
-    def __init__(self, address: str) -> None:
-        check_address(address)
+    def __init__(self, address: str, keys: str | os.PathLike[str] | None = None) -> None:
+        options = _CLIENT_OPTIONS + _options_for(address, keys)
         self.address = address
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
@@ -43,12 +45,13 @@ class LocalClient:
         self._events: deque[tuple[str, dict[str, Any]]] = deque()
         self._num_missed = 0
         self._ended: CoremillError | None = None
+        self._met = False  # it has answered as a coordinator does
         with contextlib.ExitStack() as undo:
             self._context = zmq.Context()
             undo.callback(self._context.term)
             self._socket = self._context.socket(zmq.DEALER)
             undo.callback(self._socket.close)
-            for option, value in _CLIENT_OPTIONS:
+            for option, value in options:
                 self._socket.setsockopt(option, value)
             self._monitor = self._socket.get_monitor_socket(_WATCHED)
             undo.callback(self._monitor.close)
@@ -166,6 +169,8 @@ class LocalClient:
 
     def _hear(self, message: list[Any]) -> None:
         number, said, value, *missed = message
+        if number is None and said == "":  # the coordinator wants to know whether we are there
+            return
         if number is None and isinstance(said, str):
             with self._lock:
                 self._num_missed += sum(missed)
@@ -186,12 +191,26 @@ class LocalClient:
         """What happens to the connection."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_DISCONNECTED or (event == zmq.EVENT_CONNECT_RETRIED and self._nobody_listens()):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._met = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._end(ConfigError(f"{self.address} does not let us in: it has not listed the key of client.secret"))
+            elif event == zmq.EVENT_DISCONNECTED and self._met:
                 self._receive()  # what it has said before
                 self._end(EngineClosedError(f"the coordinator at {self.address} has ended"))
+            elif event == zmq.EVENT_DISCONNECTED or event in _HANDSHAKE_FAILED:
+                self._end(EngineClosedError(f"{self.address} is no coordinator{_OR_KEY if self._is_tcp else ''}"))
+            elif event == zmq.EVENT_CONNECT_RETRIED and self._nobody_listens():
+                self._end(EngineClosedError(f"nobody listens at {self.address}: the coordinator has ended"))
+
+    @property
+    def _is_tcp(self) -> bool:
+        return self.address.startswith("tcp:")
 
     def _nobody_listens(self) -> bool:
         """A connection may fail for other reasons: too many at once, say."""
+        if self._is_tcp:
+            return True
         with socket.socket(socket.AF_UNIX) as probe:
             try:
                 probe.connect(self.address.removeprefix("ipc://"))
@@ -231,4 +250,33 @@ _CLIENT_OPTIONS = (
     (zmq.RCVHWM, 1000),
     (zmq.LINGER, 0),
 )
-_WATCHED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_WATCHED = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_OR_KEY = ", or not the one of the key in server.public"
+
+
+def _options_for(address: str, keys: str | os.PathLike[str] | None) -> tuple[tuple[int, Any], ...]:
+    if not (isinstance(address, str) and address.startswith("tcp:")):
+        if keys is not None:
+            raise ConfigError(f"keys are for tcp:// addresses, not for {address!r}")
+        check_address(address)
+        return ()
+    check_tcp(address, "address")
+    if keys is None:
+        raise ConfigError(f"address {address} needs keys: the folder with client.secret and server.public")
+    ours = client_keys(keys)
+    return (
+        (zmq.IPV6, 1),
+        (zmq.CURVE_SERVERKEY, ours.server),
+        (zmq.CURVE_PUBLICKEY, ours.public),
+        (zmq.CURVE_SECRETKEY, ours.secret),
+        (zmq.HEARTBEAT_IVL, 5000),
+        (zmq.HEARTBEAT_TIMEOUT, 20_000),
+    )

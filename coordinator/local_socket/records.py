@@ -68,9 +68,9 @@ def check_address(address: str) -> None:
 
     ConfigError when it is not that, EngineClosedError when nothing is there.
     """
-    scheme, _, path = address.partition("://")
+    scheme, _, path = address.partition("://") if isinstance(address, str) else ("", "", "")
     if scheme != "ipc" or not os.path.isabs(path):
-        raise ConfigError(f"address is {address!r}: it must be ipc:// and an absolute path")
+        raise ConfigError(f"address is {address!r}: it must be ipc:// and an absolute path, or tcp://HOST:PORT")
     folder = Path(path).parent
     if not os.path.lexists(path):
         raise EngineClosedError(f"nobody listens at {address}: the coordinator has ended")

@@ -15,7 +15,8 @@ from typing import Any
 import msgpack
 import zmq
 
-from coremill.config.errors import RequestError
+from coremill.config.errors import ConfigError, RequestError
+from coremill.coordinator.local_socket.keys import Gate, ServerKeys
 from coremill.coordinator.local_socket.records import SOCKET, Kind, Record, write
 from coremill.coordinator.local_socket.wire import MAX_FRAME_BYTES, error_fields, packed, unpacked
 from coremill.coordinator.transport import PrivateFolder, base_folder, sweep
@@ -25,7 +26,8 @@ Handler = Callable[[dict[str, Any]], Any]
 # Messages that wait for one client: in ZeroMQ's pipe, and behind it. Whoever leaves more answers unread loses them.
 _PIPE_MESSAGES = 1000
 _MAX_UNSENT = 100_000
-_RETRY_MS = 50
+_RETRY_MS, _PROBE_MS = 50, 1000
+_PROBE = msgpack.packb((None, "", {}, 0))
 
 log = logging.getLogger("coremill")
 
@@ -37,17 +39,29 @@ class LocalServer:
         kind, model: for the record.
         handlers: by kind of call. Each gets the fields and returns the answer (what msgpack can carry) or a Future of
             it; what it raises is raised at the client. Handlers run on the server's thread, so they must be quick.
+        listen: also at this tcp:// address, for clients whose keys are listed.
+        on_gone: told, on that thread, of each client of watch() that has closed its connection or died.
 
     Attributes:
-        address: for clients. caller: in a handler, the client that calls, for `send_event`.
+        address: for clients of this user. tcp_address: for others, if they may come.
+        caller: in a handler, the client that calls, for `send_event` and `watch`.
 
-    Errors: UnsupportedHostError when no folder has a short enough name.
+    Errors: UnsupportedHostError when no folder has a short enough name, ConfigError when `listen` cannot be.
     """
 
-    def __init__(self, kind: Kind, model: str, handlers: Mapping[str, Handler]) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        model: str,
+        handlers: Mapping[str, Handler],
+        on_gone: Callable[[bytes], None] | None = None,
+        listen: tuple[str, ServerKeys] | None = None,
+    ) -> None:
         self.caller = b""
         self.num_refused = 0  # frames that were no calls
         self._handlers = dict(handlers)
+        self._on_gone = on_gone
+        self._watched: set[bytes] = set()
         self._owner = os.getpid()
         self._outbox: deque[tuple[bytes, bytes, bool]] = deque()  # client, message, whether it may be dropped
         self._unsent: dict[bytes, deque[bytes]] = {}  # by client whose pipe is full
@@ -67,6 +81,12 @@ class LocalServer:
                 self._socket.setsockopt(option, value)
             self.address = f"ipc://{self._folder.path / SOCKET}"
             self._socket.bind(self.address)
+            self.tcp_address: str | None = None
+            self._gate: Gate | None = None
+            if listen is not None:
+                self._gate = Gate(self._context, listen[1])
+                undo.callback(self._gate.socket.close)
+                self.tcp_address = self._listen(*listen)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             undo.callback(os.close, self._wake)
             self._thread = threading.Thread(target=self._run, name="coremill-socket", daemon=True)
@@ -74,9 +94,23 @@ class LocalServer:
             write(Record(self._owner, kind, model, time.time(), self.address), self._folder.path)
             self._undo = undo.pop_all()
 
+    def _listen(self, address: str, keys: ServerKeys) -> str:
+        """Options hold for what is bound from now on."""
+        for option, value in (*_TCP_OPTIONS, (zmq.CURVE_SECRETKEY, keys.secret)):
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"--listen {address}: {error.strerror or error}") from None
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
     def send_event(self, client: bytes, kind: str, fields: dict[str, Any]) -> None:
         """Tell a client something it did not ask for. From any thread; nothing happens when it is gone."""
         self._post(client, msgpack.packb((None, kind, fields)), True)
+
+    def watch(self, client: bytes) -> None:
+        """Tell on_gone within some seconds when this client is gone. For handlers."""
+        self._watched.add(client)
 
     def close(self) -> None:
         """Stop answering and remove the folder. May be repeated."""
@@ -102,15 +136,28 @@ class LocalServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        if self._gate is not None:
+            poller.register(self._gate.socket, zmq.POLLIN)
+        next_probe = 0.0
         while not self._closing:
-            ready = dict(poller.poll(_RETRY_MS if self._unsent else None))
+            ready = dict(poller.poll(_RETRY_MS if self._unsent else _PROBE_MS if self._watched else None))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
+            if self._gate is not None and self._gate.socket in ready:
+                self._gate.answer()
             if self._socket in ready:
                 self._receive()
+            if self._watched and time.monotonic() >= next_probe:
+                next_probe = time.monotonic() + _PROBE_MS / 1000
+                self._probe()
             self._send_all()
         # Answers given before close() still go out.
         self._send_all()
+
+    def _probe(self) -> None:
+        """An event that clients pass over: sending to one that is gone is noticed."""
+        for client in list(self._watched):
+            self._send(client, _PROBE)
 
     def _receive(self) -> None:
         for _ in range(_PIPE_MESSAGES):  # then it is the answers' turn
@@ -191,6 +238,10 @@ class LocalServer:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._missed.pop(client, None)
+            if client in self._watched:
+                self._watched.remove(client)
+                if self._on_gone is not None:
+                    self._on_gone(client)
             return None
         return True
 
@@ -218,4 +269,13 @@ _SERVER_OPTIONS = (
     (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),  # whoever sends a larger frame is disconnected
     (zmq.BACKLOG, 4096),
     (zmq.LINGER, 1000),
+)
+_TCP_OPTIONS = (
+    (zmq.IPV6, 1),
+    (zmq.CURVE_SERVER, 1),
+    (zmq.ZAP_DOMAIN, b"coremill"),
+    (zmq.HANDSHAKE_IVL, 10_000),
+    # Whoever is silent for so long (in ms), machine or cable, is gone.
+    (zmq.HEARTBEAT_IVL, 5000),
+    (zmq.HEARTBEAT_TIMEOUT, 20_000),
 )

@@ -50,6 +50,20 @@ class AsyncCoordinator:
         self._blocking: Coordinator | None = None
 
     @classmethod
+    def attach(
+        cls,
+        address: str | None = None,
+        *,
+        keys: str | os.PathLike[str] | None = None,
+        max_queue: int | None = None,
+    ) -> AsyncCoordinator:
+        """As Coordinator.attach, done by the `async with` block or await start()."""
+        made = cls.__new__(cls)
+        made._make = lambda: Coordinator.attach(address, keys=keys, max_queue=max_queue)
+        made._blocking = None
+        return made
+
+    @classmethod
     def over(cls, coordinator: Coordinator) -> AsyncCoordinator:
         """One that shares a Coordinator, and closes it when it is closed."""
         made = cls.__new__(cls)

@@ -72,6 +72,28 @@ class Coordinator(KeptJobs, Maps):
         self._set_up(new_backend(model, config, on_event, queue, keep), max_queue)
 
     @classmethod
+    def attach(
+        cls,
+        address: str | None = None,
+        *,
+        keys: str | os.PathLike[str] | None = None,
+        max_queue: int | None = None,
+    ) -> Coordinator:
+        """Submit to the resident coordinator of another process (`coremill up`), like any other coordinator. Any number
+        of processes may be attached to one; they may end, and come back to kept jobs by their ids.
+
+        Args:
+            address: as `coremill up` says it; None: the one that runs for this user. keys: for tcp:// addresses, the
+                folder with client.secret and server.public.
+            max_queue: as above, for the jobs of this client.
+
+        close() detaches: kept jobs go on, the others are cancelled. Errors: ConfigError, EngineClosedError.
+        """
+        from coremill.coordinator.attach.remote import RemoteBackend
+
+        return cls.over(RemoteBackend(address, keys), max_queue)
+
+    @classmethod
     def over(cls, backend: Backend, max_queue: int | None = None) -> Coordinator:
         """One whose jobs run elsewhere."""
         coordinator = cls.__new__(cls)

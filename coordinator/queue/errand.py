@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coremill.config.joboptions import JobOptions
@@ -63,15 +63,16 @@ class Errand:
     # ---- followers ----
 
     def watch(self, follower: Follower) -> bool:
-        """Its text goes to this one too, from the beginning. True for the first: the engine must be told."""
+        """Its text goes to this one too, from the beginning; once more, when it does already. True for the first: the
+        engine must be told."""
         with self._lock:
             first = self._text is None
             if self._text is None:
                 self._text = bytearray()
             if follower not in self._watchers:
                 self._watchers.append(follower)
-                follower.restart_text()
-                follower.feed_text(bytes(self._text))
+            follower.restart_text()
+            follower.feed_text(bytes(self._text))
         return first
 
     def unwatch(self, follower: Follower) -> None:
@@ -118,3 +119,15 @@ class Errand:
         for callback in self._callbacks:
             callback(self)
         return True
+
+
+def hand_over(runner: Runner, errands: Sequence[Errand]) -> None:
+    """Begin them. One that is refused at once ends with that, as one does that is refused later."""
+    alone = [[errand] for errand in errands if isinstance(errand.request.prompt, tuple)]
+    texts = [errand for errand in errands if not isinstance(errand.request.prompt, tuple)]
+    for part in (*alone, texts) if texts else alone:
+        try:
+            runner.begin(part)
+        except Exception as error:
+            for errand in part:
+                errand.finish(error)

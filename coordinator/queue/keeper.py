@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from coremill.config.errors import CoremillError, EngineError, QueueFileError, RequestError
 from coremill.coordinator.queue import rules
-from coremill.coordinator.queue.errand import Errand, Follower, Runner
+from coremill.coordinator.queue.errand import Errand, Follower, Runner, hand_over
 from coremill.coordinator.queue.forms import outcome_form, to_json
 from coremill.coordinator.queue.readers import Readers
 from coremill.coordinator.queue.rules import Order
@@ -235,7 +235,7 @@ class Keeper:
             return QueueFileError(f"{self._store.path}: job {row.id!r} cannot be read: {error}")
 
     def _begin(self, rows: Sequence[Row]) -> None:
-        texts = []
+        errands = []
         for row in rows:
             try:
                 order = self._orders.get(row.id)
@@ -251,19 +251,8 @@ class Keeper:
                 for follower in self._followers.get(row.id, ()):
                     if follower.watched:
                         errand.watch(follower)
-            if isinstance(request.prompt, tuple):
-                self._hand_over([errand])  # alone, as it may be refused at once
-            else:
-                texts.append(errand)
-        if texts:
-            self._hand_over(texts)
-
-    def _hand_over(self, errands: Sequence[Errand]) -> None:
-        try:
-            self._runner.begin(errands)
-        except Exception as error:
-            for errand in errands:
-                errand.finish(error)
+            errands.append(errand)
+        hand_over(self._runner, errands)
 
     def _on_end(self, errand: Errand, outcome: Completion | Exception) -> None:
         """On whatever thread the errand ended."""

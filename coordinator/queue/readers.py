@@ -8,6 +8,9 @@ from concurrent.futures import Future
 
 from coremill.coordinator.queue.store import DONE, Row, Store
 
+# Of one answer, beyond its first outcome: characters of requests and outcomes.
+_MAX_CHARS = 8 << 20
+
 
 class Readers:
     """For one thread, outside of transactions. A reader is a name."""
@@ -46,15 +49,20 @@ class Readers:
 
     def _next(self, limit: int) -> list[Row]:
         rows: list[Row] = []
-        while self._returned and len(rows) < limit:
+        num_chars = 0
+        while self._returned and len(rows) < limit and num_chars < _MAX_CHARS:
             row = self._store.find(self._returned.popleft())
             if row is not None and row.state == DONE:
                 rows.append(row)
+                num_chars += _length(row)
         for place, id in self._store.done_after(self._place, limit - len(rows)):
+            if num_chars >= _MAX_CHARS:
+                break
             row = self._store.find(id)
             self._place = place
             if row is not None:
                 rows.append(row)
+                num_chars += _length(row)
         return rows
 
     def forget(self, ids: Iterable[str]) -> None:
@@ -81,3 +89,7 @@ class Readers:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(error)
         self._asking.clear()
+
+
+def _length(row: Row) -> int:
+    return len(row.request or "") + len(row.outcome or "")

@@ -193,7 +193,7 @@ def test_whoever_listens_is_found_with_what_it_does(server, runtime):
 
 
 def test_only_private_folders_of_ours_are_connected_to(server, runtime, tmp_path):
-    for wrong in ("tcp://127.0.0.1:1", "s", "ipc://relative/s", str(tmp_path)):
+    for wrong in (None, 5, "tcp://", "tcp://host", "s", "ipc://relative/s", str(tmp_path)):
         with pytest.raises(ConfigError, match="address is"):
             LocalClient(wrong)
     open_folder = tmp_path / "coremill-0123456789abcdef"
