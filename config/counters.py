@@ -26,6 +26,8 @@ NAMES = (
     "kv_positions",  # positions whose keys and values the sequences of all steps have read
     "alone_lease",  # lease that has the present step for itself, else 0
 )
+# A page is called this and the number of its worker.
+PAGE_NAME = "coremill-counters-"
 _INDEX = {name: index for index, name in enumerate(NAMES)}
 
 
@@ -63,3 +65,22 @@ class CounterPage:
     def close(self) -> None:
         self._words.release()
         self._map.close()
+
+
+def open_pages(pid: int) -> list[CounterPage]:
+    """The pages of the engine that another process of this user has, by worker; none when it has no engine. They can
+    be read when all who wrote to them are gone, too. OSError when the process is gone, or somebody else's."""
+    found: dict[int, str] = {}  # a mapping has a descriptor of its own, so pages are there twice
+    for path in (f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")):
+        try:
+            name = os.readlink(path).removeprefix("/memfd:").removesuffix(" (deleted)")
+        except FileNotFoundError:  # closed meanwhile
+            continue
+        if name.startswith(PAGE_NAME):
+            found[int(name.removeprefix(PAGE_NAME))] = path
+    pages = []
+    for index in sorted(found):
+        fd = os.open(found[index], os.O_RDWR)
+        pages.append(CounterPage(fd))
+        os.close(fd)
+    return pages

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coremill.config.counters import CounterPage, create_page
+from coremill.config.counters import PAGE_NAME, CounterPage, create_page
 from coremill.config.messages import Measured, Ready
 from coremill.config.topology import CoreGroup
 
@@ -46,7 +46,7 @@ class Places:
     def __init__(self, groups: Sequence[CoreGroup]) -> None:
         self._places = []
         for index, group in enumerate(groups):
-            fd = create_page(f"coremill-counters-{index}")
+            fd = create_page(f"{PAGE_NAME}{index}")
             self._places.append(Place(group, fd, CounterPage(fd)))
 
     def __getitem__(self, index: int) -> Place:

@@ -1,18 +1,14 @@
 """What a killed coordinator costs: tokens that had been generated for rows which were not in the files yet, no more.
 
-Workers count in pages of shared memory (config/counters.py). Whoever holds such a page can read it when all who wrote
-to it are gone.
-"""
+Workers count in pages of shared memory, which can be read when all who wrote to them are gone."""
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
 import pytest
 
-from coremill.config.counters import CounterPage
+from coremill.config.counters import open_pages
 
 MAX_ACTIVE, MAX_TOKENS = 2, 24
 OPTIONS = ("--max-active", str(MAX_ACTIVE))
@@ -26,30 +22,6 @@ def rows(workload):
     for number, row in enumerate(chosen):
         row["body"] |= {"max_tokens": MAX_TOKENS - number % 8, "temperature": number % 2}
     return chosen
-
-
-class Counted:
-    """The counters of a run's workers."""
-
-    def __init__(self, coordinator: int) -> None:
-        pages = {}  # by inode: mappings have descriptors of their own
-        for path in Path(f"/proc/{coordinator}/fd").iterdir():
-            try:
-                if "coremill-counters" in os.readlink(path):
-                    pages[os.stat(path).st_ino] = path
-            except OSError:  # closed meanwhile
-                continue
-        assert pages, "no page of counters"
-        self._fds = [os.open(path, os.O_RDWR) for path in pages.values()]
-        self._pages = [CounterPage(fd) for fd in self._fds]
-
-    def generated(self) -> int:
-        return sum(page["decode_tokens"] for page in self._pages)
-
-    def close(self) -> None:
-        for page, fd in zip(self._pages, self._fds, strict=True):
-            page.close()
-            os.close(fd)
 
 
 def completion_tokens(runs) -> int:
@@ -85,12 +57,13 @@ def test_both_runs_together_generate_one_run_and_what_was_in_flight(make_runs, r
     while runs.num_rows() < num_finished:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
-    counted = Counted(process.pid)
+    pages = open_pages(process.pid)
     process.kill()
     process.communicate()
     assert runs.processes_after_a_second() == []
-    first, written = counted.generated(), completion_tokens(runs)
-    counted.close()
+    first, written = sum(page["decode_tokens"] for page in pages), completion_tokens(runs)
+    for page in pages:
+        page.close()
     assert written < expected, "it was done before it could be killed"
 
     runs.run(*OPTIONS)
