@@ -18,7 +18,7 @@ from coremill.config.errors import ConfigError
 from coremill.config.outputs import check_replaceable
 
 _WIDTH, _HEIGHT = 460, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 118, 40, 48
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 118, 54, 48
 _COLOURS = ("#1f6f8b", "#c8553d", "#5b8c2a", "#7a4ea3", "#b8860b", "#444444")
 _FONT = 'font-family="sans-serif" font-size="12"'
 
@@ -34,7 +34,10 @@ class Line:
 
 @dataclass(slots=True)
 class Panel:
+    """title: what over what; model: whose."""
+
     title: str
+    model: str
     x_name: str
     lines: list[Line]
 
@@ -90,8 +93,7 @@ def _over_batch(report: dict[str, Any]) -> Panel:
             name = f"{words}, at {row['context']}"
             line = lines.setdefault(name, Line(name, dashed=who == "one_worker"))
             line.points.append((row["sequences"], row["tokens_per_s"]))
-    title = f"{report['model']['name']}: tokens/s over sequences of a worker"
-    return Panel(title, "sequences of each worker", list(lines.values()))
+    return Panel("tokens/s over batch", report["model"]["name"], "sequences of each worker", list(lines.values()))
 
 
 def _over_context(report: dict[str, Any]) -> Panel:
@@ -104,7 +106,7 @@ def _over_context(report: dict[str, Any]) -> Panel:
             batch = max(sorted(set(counts)), key=counts.count)
             points = [(row["context"], row["tokens_per_s"]) for row in rows if row["sequences"] == batch]
             lines.append(Line(f"{words} x {batch}", points, dashed=who == "one_worker"))
-    return Panel(f"{report['model']['name']}: tokens/s over context", "context, tokens", lines)
+    return Panel("tokens/s over context", report["model"]["name"], "context, tokens", lines)
 
 
 def _over_workers(report: dict[str, Any]) -> list[Panel]:
@@ -116,7 +118,9 @@ def _over_workers(report: dict[str, Any]) -> list[Panel]:
             measured = Line("measured", [(row["workers"], row["tokens_per_s"]) for row in rows])
             ideal = Line("1 worker's, times", [(row["workers"], row["workers"] * alone) for row in rows], dashed=True)
             case = f"decode of {rows[0]['sequences']} x {size}" if what == "decode" else f"prefill of {size}"
-            panels.append(Panel(f"{report['model']['name']}: {case}, tokens/s", "workers", [ideal, measured]))
+            panels.append(
+                Panel(f"{case}: tokens/s over workers", report["model"]["name"], "workers", [ideal, measured])
+            )
     return panels
 
 
@@ -147,7 +151,11 @@ def _panel(panel: Panel) -> str:
         return _HEIGHT - _BOTTOM - y / top * (_HEIGHT - _TOP - _BOTTOM)
 
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    parts = [_text(_LEFT, 22, panel.title, "start", bold=True), _text((_LEFT + right) / 2, _HEIGHT - 10, panel.x_name)]
+    parts = [
+        _text(_LEFT, 20, panel.title, "start", bold=True),
+        _text(_LEFT, 37, panel.model, "start", "#666666"),
+        _text((_LEFT + right) / 2, _HEIGHT - 10, panel.x_name),
+    ]
     for step in range(5):
         value = top * step / 4
         y = at_y(value)
