@@ -231,7 +231,8 @@ class Coordinator(KeptJobs, Maps):
 
     def stats(self) -> dict[str, Any]:
         """The queue, the KV arena, and `workers`: for each pid, cores, state, prefill_tokens, decode_tokens,
-        busy_seconds, mean_batch, rss_bytes, pss_bytes and how that splits into weights, arena and private memory.
+        busy_seconds, borrowed_steps, mean_batch, rss_bytes, pss_bytes and how that splits into weights, arena and
+        private memory.
         `queue` also has `unfinished` (jobs of this coordinator) and `max_queue`."""
         self._check_owner()
         found = self._backend.stats()

@@ -189,6 +189,11 @@ def test_an_urgent_request_takes_the_lender():
     sent = submit(scheduler, 2, priority=1)
     assert [x.worker for x in sent if isinstance(x.message, Begin)] == [1]
     assert told(sent) == [(0, ())]
+    assert Send(0, Release(1)) in sent
+    assert told(happen(scheduler, FromWorker(0, Released(1, 8)))) == [(1, (0,))]  # who rests for it lends to it
+    sent = finish(scheduler, 1, 2)
+    assert [x.worker for x in sent if isinstance(x, Send) and isinstance(x.message, Begin)] == [0]
+    assert told(sent) == [(0, (1,)), (1, ())]
 
 
 def test_pausing_and_cancelling_end_a_loan():
