@@ -115,11 +115,13 @@ def _shown(value: Any) -> str:
 # A verb's options are those whose row names it.
 _ENGINE = ("run", "up", "bench peer")
 _STEPS = (*_ENGINE, "bench", "bench shape", "bench workers")
-_MODEL = (*_ENGINE, "bench", "bench start", "bench tail", "bench workers", "perplexity", "pack", "inspect")
+_RUNS = ("bench start", "bench tail", "bench queue", "bench workers")
+_MODEL = (*_ENGINE, "bench", *_RUNS, "perplexity", "pack", "inspect")
 _BENCHES = (
     "bench",
     "bench start",
     "bench tail",
+    "bench queue",
     "bench peer",
     "bench shape",
     "bench workers",
@@ -131,10 +133,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("model", Text("MODEL"), None, "Model: a GGUF file, or a short name that is fetched once (smollm2).",
            _MODEL, short="-m", default_text="none",
            verb_help={"bench": ("Model to measure.", "none, needed for all but --roofline")},
-           required=("run", "up", "bench peer", "bench start", "bench tail", "bench workers", "perplexity")),
+           required=("run", "up", "bench peer", *_RUNS, "perplexity")),
     # ---- the engine: fields of EngineConfig ----
     Option("workers", Integer(1, 4096), None, "Worker processes.",
-           (*_STEPS, "bench tail", "bench coordinator"), "engine", default_text="one for each core group",
+           (*_STEPS, "bench tail", "bench queue", "bench coordinator"), "engine",
+           default_text="one for each core group",
            verb_help={"bench workers": ("The most worker processes that are tried.", "one for each core group"),
                       "bench coordinator": ("Make-believe workers.", "192")}),
     Option("cores_per_worker", Integer(1, 4096, "K"), None,
@@ -246,7 +249,7 @@ OPTIONS: tuple[Option, ...] = (
            ("bench", "bench shape")),
     Option("roofline", Flag(), False, "Only the machine's ceilings; needs no model.", ("bench",)),
     Option("rounds", Integer(1, 99), 3, "Runs of each measurement; medians are printed.",
-           ("bench", "bench start", "bench tail", "bench peer", "bench shape", "bench workers")),
+           ("bench", *_RUNS, "bench peer", "bench shape")),
     Option("concurrency", Integer(1, 4096), 16,
            "Requests open at the peer's server at a time.", ("bench peer",)),
     Option("peer_program", Text("PROGRAM"), None,

@@ -23,6 +23,7 @@ from coremill.tools.options import Verb, VerbGroup, takes
         ("coremill bench -m model.gguf --json > bench.json", "figures for a script"),
         ("coremill bench start -m smollm2", "time to the first token, cost of a second worker"),
         ("coremill bench tail -m smollm2", "whether all workers have work to the end of a file"),
+        ("coremill bench queue -m smollm2", "what the Python interface costs"),
         ("coremill bench peer http://localhost:8080 prompts.jsonl -m model.gguf", "against another server"),
     ],
 )
@@ -74,6 +75,22 @@ def tail(settings: Settings) -> None:
     from coremill.tools.bench.tail import bench_tail
 
     _print(settings, bench_tail(settings, _speaks(settings)))
+
+
+@command.command(
+    "queue",
+    cls=Verb,
+    examples=[
+        ("coremill bench queue -m smollm2", "medians of three rounds (some minutes)"),
+        ("coremill bench queue -m smollm2 --rounds 1 --json", "for a script"),
+    ],
+)
+@takes("bench queue")
+def queue(settings: Settings) -> None:
+    """Measure what the Python interface costs: latency, throughput of map, CPU time, urgent jobs beside others."""
+    from coremill.tools.bench.queue import bench_queue
+
+    _print(settings, bench_queue(settings, _speaks(settings)))
 
 
 @command.command(
