@@ -191,8 +191,8 @@ def _in_words(found: dict[str, Any]) -> str:
         (
             f"first step {first['text']:.1f} ms after submit, {first['ids']:.1f} ms with token ids",
             f"map at {found['map_ratio']:.1%} of the batch runner's throughput",
-            f"of the CPU time of chats coordinator {usual['coordinator_share']:.1%}, helper {usual['helper_share']:.1%}",
-            f"of that of tiny jobs {tiny['coordinator_share']:.1%} and {tiny['helper_share']:.1%}",
+            f"of chats' CPU time coordinator {usual['coordinator_share']:.1%}, helper {usual['helper_share']:.1%}",
+            f"of tiny jobs' {tiny['coordinator_share']:.1%} and {tiny['helper_share']:.1%}",
             f"urgent beside {urgent['background']:.0f} others {urgent['ratio']:.2f} x its time alone "
             f"({urgent['allowed_ratio']:.2f} allowed), {urgent['recomputed_tokens']:.0f} tokens computed again",
         )
