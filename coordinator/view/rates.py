@@ -81,7 +81,8 @@ def _queue(before: Snapshot, now: Snapshot) -> dict[str, Any]:
     """Of a run: rows of the file; of others: what was submitted."""
     engine, rows = now["queue"], now.get("rows")
     if rows is None:
-        done, errors, total, waiting = engine["finished"], engine["failed"], None, engine["waiting"]
+        done, errors, total = engine["finished"], engine["failed"], None
+        waiting = engine["waiting"] + now.get("kept", {}).get("waiting", 0)  # what a queue has not handed over yet
         span, gained = now["time"] - before["time"], done + errors
         gained -= before["queue"]["finished"] + before["queue"]["failed"]
     else:
@@ -163,7 +164,7 @@ def _worker(
 
 
 ABSENT = ("stopped", "retired")
-_ABOUT = ("kind", "model", "pid", "input", "output", "seconds", "tokens")
+_ABOUT = ("kind", "model", "pid", "input", "output", "seconds", "tokens", "kept")
 _COUNTERS = ("steps", "step_sequences", "prefill_tokens", "decode_tokens", "kv_positions", "busy_seconds")
 _ROW = ("id", "phase", "prompt_tokens", "new_tokens", "max_tokens")
 _SUMS = (

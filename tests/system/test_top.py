@@ -167,6 +167,20 @@ def test_a_picture_of_a_run(piped, tmp_path):
     assert done.returncode == 2 and "--svg" in done.stderr and path.read_text() == "my notes"
 
 
+def test_a_resident_coordinator_is_shown_too(make_runs):
+    runs = make_runs()
+    command = [sys.executable, "-m", "coremill.tools", "up", "-m", runs._model]
+    up = subprocess.Popen(command, env=runs.environ, cwd=runs.folder, stdout=subprocess.PIPE, text=True)
+    try:
+        assert up.stdout.readline().startswith("ready ipc://")
+        shown = [*TOP, str(up.pid), "--once"]
+        page = subprocess.run(shown, env=runs.environ, capture_output=True, text=True, timeout=120, check=True).stdout
+        assert page.startswith("coremill up   ") and f"pid {up.pid}" in page and "idle" in page
+    finally:
+        up.terminate()
+        up.communicate(timeout=60)
+
+
 def test_which_run_is_meant(piped, make_runs):
     runs = make_runs()
     one = piped(runs=runs)

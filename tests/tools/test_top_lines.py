@@ -160,6 +160,8 @@ def test_what_is_not_known_is_said_or_left_out(snapshots):
     assert "1.5 GB/s (ceiling unmeasured)" in page and "of max" not in page and "MHz" not in page
     assert view["queue"]["rows"] is None and view["queue"]["done"] == 129
     assert "129 rows done   224 waiting" in page
+    snapshots[1]["kept"] = {"waiting": 1000, "begun": 3, "done": 2}  # of a queue
+    assert "129 rows done   1,224 waiting" in "\n".join(map(plain, whole_lines(seen(snapshots), 160)))
     first = view_of(snapshots[0], snapshots[0], snapshots[0], Facts(), None)  # a first look
     assert first["workers"][0]["decode_tokens_per_s"] is None and first["queue"]["rows_per_s"] is None
     assert "tokens/s - prompt + - new" in "\n".join(map(plain, whole_lines(first, 160)))
