@@ -28,8 +28,8 @@ def watch_handlers(
     """The four handlers for an engine.
 
     about: what the snapshot says beside the engine's own figures: model, kind, pid, seconds, input, output, rows
-    (coordinator/batch/watch.py), seconds_left, kept (Keeper.stats). cancel: ends the row of an id, RequestError "not_found" when there is
-    none; None: the engine's sequences of that key.
+    (coordinator/batch/watch.py), seconds_left, kept (Keeper.stats). cancel: ends the row of an id, RequestError
+    "not_found" when there is none; None: the engine's sequences of that key.
     """
 
     def glance(fields: Fields) -> Fields:
