@@ -31,7 +31,7 @@ from coremill.coordinator.attach import VERSION
 from coremill.coordinator.attach.session import Seat, Session
 from coremill.coordinator.local_socket.wire import error_fields
 from coremill.coordinator.python.kept import check_id
-from coremill.coordinator.queue.errand import Errand, Follower, hand_over
+from coremill.coordinator.queue.errand import Errand, Follower, Runner, hand_over
 from coremill.coordinator.queue.forms import options_of, request_of
 from coremill.coordinator.queue.rules import Order
 from coremill.coordinator.queue.store import Row
@@ -55,6 +55,7 @@ class Desk:
 
     def __init__(self, backend: QueueBackend, model: str) -> None:
         self._backend, self._model = backend, model
+        self._runner: Runner = backend.local
         self._serving: Future[LocalServer] = Future()
         self._sessions: dict[bytes, Session] = {}
         self._slow = ThreadPoolExecutor(1, "coremill-desk")  # what asks the workers
@@ -151,7 +152,7 @@ class Desk:
             answer.set_result(accepted.result())
             for seat in seats:
                 seat.open()
-            hand_over(self._backend.local, guests)
+            hand_over(self._runner, guests)
 
         accepted.add_done_callback(begin)
         return answer
@@ -194,7 +195,7 @@ class Desk:
             if seat.errand is None:
                 self._backend.keeper.unfollow(seat.id, seat)
             elif seat.errand.end():
-                self._backend.local.cancel(seat.errand)
+                self._runner.cancel(seat.errand)
 
     def _watch(self, fields: Fields) -> None:
         seat = self._session.seats.get(check_id(fields.get("id")))
@@ -204,7 +205,7 @@ class Desk:
         if seat.errand is None:
             self._backend.keeper.watch(seat.id, seat)
         elif seat.errand.watch(seat):
-            self._backend.local.watch(seat.errand)
+            self._runner.watch(seat.errand)
 
     def _cancel(self, fields: Fields) -> Future[None] | None:
         session, id = self._session, check_id(fields.get("id"))

@@ -107,7 +107,7 @@ class LocalClient:
                     self._num_missed = 0
                 elif self._events:
                     event = self._events.popleft()
-                elif self._thread_closed:
+                elif self._ended is None or self._thread_closed:
                     return
                 else:
                     raise _again(self._ended)
@@ -273,7 +273,7 @@ def _options_for(address: str, keys: str | os.PathLike[str] | None) -> tuple[tup
         raise ConfigError(f"address {address} needs keys: the folder with client.secret and server.public")
     ours = client_keys(keys)
     return (
-        (zmq.IPV6, 1),
+        (zmq.IPV6, int("[" in address)),
         (zmq.CURVE_SERVERKEY, ours.server),
         (zmq.CURVE_PUBLICKEY, ours.public),
         (zmq.CURVE_SECRETKEY, ours.secret),

@@ -96,7 +96,8 @@ class LocalServer:
 
     def _listen(self, address: str, keys: ServerKeys) -> str:
         """Options hold for what is bound from now on."""
-        for option, value in (*_TCP_OPTIONS, (zmq.CURVE_SECRETKEY, keys.secret)):
+        own = ((zmq.CURVE_SECRETKEY, keys.secret), (zmq.IPV6, int("[" in address)))
+        for option, value in (*_TCP_OPTIONS, *own):
             self._socket.setsockopt(option, value)
         try:
             self._socket.bind(address)
@@ -271,7 +272,6 @@ _SERVER_OPTIONS = (
     (zmq.LINGER, 1000),
 )
 _TCP_OPTIONS = (
-    (zmq.IPV6, 1),
     (zmq.CURVE_SERVER, 1),
     (zmq.ZAP_DOMAIN, b"coremill"),
     (zmq.HANDSHAKE_IVL, 10_000),

@@ -61,9 +61,10 @@ def error_of(fields: Any) -> CoremillError:
     kind, message = getattr(errors, str(fields.get("type")), None), str(fields.get("message"))
     if kind is RequestError:
         return RequestError(str(fields.get("code")), message, fields.get("param"))
-    known = isinstance(kind, type) and issubclass(kind, CoremillError) and _takes_text(kind)
-    return kind(message) if known else EngineError(message)
+    if isinstance(kind, type) and issubclass(kind, CoremillError) and _takes_text(kind):
+        return kind(message)
+    return EngineError(message)
 
 
-def _takes_text(kind: type) -> bool:
-    return kind.__init__ is CoremillError.__init__
+def _takes_text(kind: type[CoremillError]) -> bool:
+    return "__init__" not in vars(kind)

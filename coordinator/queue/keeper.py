@@ -257,7 +257,8 @@ class Keeper:
     def _on_end(self, errand: Errand, outcome: Completion | Exception) -> None:
         """On whatever thread the errand ended."""
         if isinstance(outcome, EngineError):  # no fault of its own: it will be run by the next coordinator
-            self._writer.post(then=lambda _: self._lost(outcome), must=True)
+            error = outcome
+            self._writer.post(then=lambda _: self._lost(error), must=True)
             return
         if isinstance(outcome, Exception) and not isinstance(outcome, RequestError):
             outcome = RequestError("internal_error", f"{type(outcome).__name__}: {outcome}")

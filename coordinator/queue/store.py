@@ -188,10 +188,10 @@ class Store:
         """The next waiting jobs, which have begun with that: by priority, then in the order of acceptance.
         above: only those of a higher priority."""
         least = "" if above is None else f"AND priority > {above:d}"
-        rows = self._db.execute(
+        found = self._db.execute(
             f"SELECT {_ROW} FROM jobs WHERE state = {WAITING} {least} ORDER BY priority DESC, number LIMIT ?", (limit,)
         )
-        rows = [Row(*row) for row in rows]
+        rows = [Row(*row) for row in found]
         self._db.executemany("UPDATE jobs SET state = ? WHERE number = ?", ((BEGUN, row.number) for row in rows))
         return rows
 

@@ -141,8 +141,8 @@ class Writer:
             answer = task.then(value)
             if not task.later and task.answer.set_running_or_notify_cancel():
                 task.answer.set_result(answer)
-        for task, error in refused:
-            refuse(task.answer, error)
+        for task, refusal in refused:
+            refuse(task.answer, refusal)
         return self._turns.committed(result)
 
     def _not_written(self, tasks: Sequence[_Task], error: QueueFileError) -> None:
