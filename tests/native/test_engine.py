@@ -310,5 +310,5 @@ def test_helper_threads_sit_on_their_cores(parts):
     assert os.sched_getaffinity(int(helper)) == {core}
     assert step(engine)
     parts.cores = [0, 1 << 19]
-    with pytest.raises(EngineError, match="starting thread 1 on its core"):
+    with pytest.raises(EngineError, match="starting thread 1 on CPU 524288"):
         parts.create()
