@@ -184,8 +184,8 @@ static size_t run(int kv_type, int threads, int borrowing, int seed, cm_step_res
         char err[200];
         if (borrowing && num_steps % 2 == 0) {
             unsigned choice = (unsigned)num_steps / 2 * 2654435761u >> 16;
-            int32_t cores[3] = {some_core(choice), some_core(choice / 2), some_core(choice / 4)};
-            assert(cm_engine_borrow(engine, cores, (int)(choice / 8 % 4), err, sizeof err) == 0);
+            int32_t cores[2] = {some_core(choice), some_core(choice / 2)};
+            assert(cm_engine_borrow(engine, cores, (int)(choice / 4 % 3), err, sizeof err) == 0);
         }
         int got = cm_engine_step(engine, &b, out + num_out, err, sizeof err);
         assert(got >= 0);
@@ -205,8 +205,9 @@ static void test_steps(int kv_type) {
         assert(count > 20);
         for (size_t i = 0; i < count; i++)
             assert(alone[i].status == CM_SAMPLE_OK && alone[i].token >= 0 && alone[i].token < VOCAB);
+        /* Many threads on few cores take their time: those that come and go need no further seeds. */
         for (int threads = 1; threads <= 4; threads++)
-            for (int borrowing = threads == 1; borrowing <= (threads < 3); borrowing++) {
+            for (int borrowing = threads == 1; borrowing <= (threads < 3 && seed == 1); borrowing++) {
                 assert(run(kv_type, threads, borrowing, seed, together) == count);
                 assert(memcmp(alone, together, count * sizeof alone[0]) == 0);
             }
