@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -156,3 +157,27 @@ def test_untouched_blocks_cost_nothing(runs):
     assert stats["arena"]["blocks"] * stats["arena"]["block_bytes"] > 1.9e9
     assert 0 < worker["pss_arena_bytes"] < 120e6
     assert os.path.getsize(runs.out) > 0
+
+
+def test_a_worker_killed_for_want_of_memory(make_runs, workload, groups):
+    """By the kernel: it is moved into a group that is full at once, and the blocks it touches next count there. What it
+    ran goes on elsewhere, nobody is charged."""
+    chosen = workload("write")[:24]
+    for row in chosen:
+        row["body"]["max_tokens"] = 60
+    expected = make_runs().fresh(chosen)
+    runs = make_runs()
+    runs.write(chosen)
+    folder = groups("memory", {"memory.limit_in_bytes": 1 << 20})
+    process = runs.start("--max-active", "4")  # most rows have yet to begin, in blocks that nobody has touched
+    deadline = time.monotonic() + 120
+    while runs.num_rows() < 1:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    victim = next(pid for pid in runs.processes() if "coremill.worker" in Path(f"/proc/{pid}/cmdline").read_text())
+    (folder / "cgroup.procs").write_text(f"{victim}\n")
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, said
+    assert said.count("died: killed by SIGKILL (memory had run out, says the kernel)") == 1, said
+    assert runs.results() == expected
+    assert not runs.errors.exists()
