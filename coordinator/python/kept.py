@@ -70,9 +70,6 @@ class KeptJobs:
     def _check_owner(self) -> None:
         raise NotImplementedError
 
-    def _new_custom_id(self) -> str:
-        raise NotImplementedError
-
     @property
     def _keeping(self) -> Keeping:
         self._check_owner()

@@ -25,7 +25,7 @@ from coremill.config.errors import QueueFileError
 from coremill.coordinator.queue import lock
 
 APPLICATION_ID = 0x434D4C51  # "CMLQ"
-VERSION = 1
+VERSION = 1  # of the tables and of the JSON in them (forms.py)
 WAITING, BEGUN, DONE, SETTLED = range(4)
 # How long an id is remembered whose job has been acknowledged or cancelled, in seconds.
 REMEMBER_S = 30 * 86400.0

@@ -54,25 +54,23 @@ def refused(*options: object) -> tuple[int, str]:
 
 def test_jobs_stay_in_the_queue_from_one_to_the_next(up, tmp_path):
     queue = tmp_path / "jobs.sqlite"
-    process, _ = up("--queue", queue)
-    with Coordinator.attach() as c:
+    process, (address,) = up("--queue", queue)
+    with Coordinator.attach(address) as c:
         text = c.submit("ab", max_tokens=5, id="a").result(60).text
-        c.submit_all([{"id": f"id-{n}", "prompt": "x", "max_tokens": 390} for n in range(100)])
+        c.submit_all([{"id": f"id-{n}", "prompt": "x", "max_tokens": 390} for n in range(1000)])
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143 and f"stay in {queue}" in errors
-    process, _ = up("--queue", queue)
-    with Coordinator.attach() as c:
+    refusing, (line,) = up("--queue", queue, "--kv", "q8")
+    _, errors = refusing.communicate(timeout=60)
+    assert line == "" and refusing.returncode == 4
+    assert "unfinished jobs that were accepted with other settings" in errors and errors.count("\n") == 1
+    process, (address,) = up("--queue", queue)
+    with Coordinator.attach(address) as c:
         assert c.job("a").result(60).text == text
-    code, errors = refused("-m", "x", "--queue", queue)
-    assert code == 1
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    process, (line,) = up("--queue", queue, "--kv", "q8")
-    _, errors = process.communicate(timeout=60)
-    assert line == "" and process.returncode == 4
-    assert "unfinished jobs that were accepted with other settings" in errors and errors.count("\n") == 1
 
 
 def test_a_queue_in_use_is_refused_by_the_process(up, tmp_path):
