@@ -142,13 +142,17 @@ def test_an_urgent_job_runs_while_the_others_rest_and_lose_nothing(coordinator):
             found = [engine._shell.scheduler.sequences.get(ticket) for ticket in tickets]
             return [sequence and len(sequence.tokens) for sequence in found]
 
-        seen: list[list[int | None]] = []
+        def others_hold() -> bool:
+            leases = [lease for slot in engine._shell.scheduler.slots for lease in slot.leases.values()]
+            return any(lease.sequence.ticket in tickets for lease in leases)
+
+        seen: list[list[int | None]] = []  # from when the last worker has handed its sequences back
         wait_until(lambda: sum(map(len, (slot.leases for slot in engine._shell.scheduler.slots))) == len(jobs))
-        urgent = two.submit(prompt_ids=[9, 10], max_tokens=200, seed=1, priority=5)
+        urgent = two.submit(prompt_ids=[9, 10], max_tokens=400, seed=1, priority=5)
         stream = urgent._watched()
-        stream.listen(lambda: seen.append(lengths()))
+        stream.listen(lambda: others_hold() or seen.append(lengths()))
         assert urgent.result(60)
-        assert seen[0] == seen[-1], "somebody went on meanwhile"
+        assert len(seen) > 20 and seen[0] == seen[-1], "somebody went on meanwhile"
         assert sum(length is not None for length in seen[0]) > 20, "they were nearly done: nothing was shown"
 
     before = two.stats()["sequences"]
