@@ -343,8 +343,8 @@ class Scheduler(Placement):
         assert places == sorted(self.sequences), "a sequence is lost or in two places"
         alive = ("ready", "draining")
         assert all(slot.state in alive for slot in self.slots if slot.leases), "a lease without a ready worker"
-        assert self._priorities == Counter(s.request.priority for s in self.sequences.values()), "miscounted"
         if self.closed is None:
             self.loans.check(self.slots)
+        assert self._priorities == Counter(s.request.priority for s in self.sequences.values()), "miscounted"
         for sequence in self.parked.values():
             assert any(who is sequence for _, _, who in sequence.waits_for.waiters), "nobody wakes it"

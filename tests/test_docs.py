@@ -15,8 +15,6 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
 def test_examples_run(repo_root, smollm2_gguf, model_folder, tmp_path, page):
     examples = EXAMPLE.findall((repo_root / page).read_text())
-    if any("import pandas" in example for example in examples):
-        pytest.importorskip("pandas")
     program = tmp_path / "examples.py"
     program.write_text("".join(examples).replace('"smollm2"', repr(str(smollm2_gguf))))
     environment = {**os.environ, "COREMILL_CACHE": str(model_folder / "packs")}

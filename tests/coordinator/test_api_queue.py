@@ -159,7 +159,7 @@ def test_an_urgent_job_runs_while_the_others_rest_and_lose_nothing(coordinator):
     undisturbed = run(with_urgent=False)
     assert run(with_urgent=True) == undisturbed
     after = two.stats()["sequences"]
-    assert after["paused"] > before["paused"]  # fewer than rested: some were being moved just then
+    assert after["paused"] - before["paused"] >= 20
     assert after["recomputed_tokens"] == before["recomputed_tokens"]
 
 
