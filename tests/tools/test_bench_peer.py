@@ -63,6 +63,20 @@ def test_rows_become_requests(workload):
     assert "model" not in requests[2].body
 
 
+def test_only_line_feeds_end_a_row(tmp_path, smollm2_pack):
+    """JSON strings may hold Unicode's other line ends as they are; numbers in messages are those of an editor."""
+    row = {"prompt": "a\u2028b\u2029c\x85d", "max_tokens": 1, "temperature": 0}
+    (tmp_path / "rows").write_bytes(f"\n{json.dumps(row, ensure_ascii=False)}\r\n".encode())
+    (request,) = read_requests(tmp_path / "rows")
+    assert request.body == row
+    (prompt,) = render_prompts(tmp_path / "rows", str(smollm2_pack))
+    assert prompt.text == row["prompt"]
+    (tmp_path / "rows").write_bytes(b'{"prompt": "\xe2\x80\xa8", "max_tokens": 1, "temperature": 0}\n[1]\n')
+    for read in (read_requests, lambda path: render_prompts(path, str(smollm2_pack))):
+        with pytest.raises(ConfigError, match=r"rows: line 2\b"):
+            read(tmp_path / "rows")
+
+
 @pytest.mark.parametrize(("text", "message"), [("[1]", "line 1 is no request"), ("{", "line 1"), ("\n", "no requests")])
 def test_files_that_are_no_workload(tmp_path, text, message):
     (tmp_path / "bad").write_text(text)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from coremill.config.errors import ConfigError, EngineError, RequestError
 from coremill.tools.bench.rounds import Run, how_it_ended
+from coremill.tools.bench.rows import numbered_lines
 
 SCRIPTS = Path(__file__).parent.parent / "peers"
 
@@ -44,9 +45,7 @@ def render_prompts(path: Path, model: str) -> list[Prompt]:
     with open_pack(ensure_pack(model)) as pack:
         preparer = Preparer(pack.tokenizer, datetime.datetime.now())
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(path):
         try:
             request = parse_line(line, number)
             _check_plain(request)

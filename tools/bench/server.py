@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from coremill.config.errors import ConfigError, EngineError
 from coremill.tools.bench.rounds import Run, how_it_ended
+from coremill.tools.bench.rows import numbered_lines
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # The longest a server may think about one request, and about starting, in seconds.
@@ -39,9 +40,7 @@ class Request:
 def read_requests(path: Path) -> list[Request]:
     """Rows of an OpenAI batch file, or bare objects with `messages` or `prompt`. ConfigError names the line."""
     requests = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(path):
         try:
             row = json.loads(line)
             body = row.get("body", row)
