@@ -8,8 +8,8 @@ The layout follows ggml's docs/gguf.md (versions 2 and 3, little-endian):
     padding to general.alignment, then tensor data; offsets count from there
 
 What a file claims never decides how much is allocated: counts are compared with the bytes that are left
-first, number arrays take the bytes they have in the file, and arrays of strings or arrays are decoded
-element by element on access. Tensor bytes are read with pread (`read_into`), so that a file that shrinks
+first, arrays of numbers or booleans take the bytes they have in the file, and arrays of strings or arrays
+are decoded element by element on access. Tensor bytes are read with pread (`read_into`), so that a file that shrinks
 meanwhile is an error and not a signal, or seen through the mapping (`data`).
 """
 
@@ -235,7 +235,7 @@ class GGUFFile:
     Attributes:
         path: the (first) file.
         paths: all files, in order.
-        metadata: key -> int, float, bool, str, array.array of numbers, or a sequence of strings or arrays.
+        metadata: key -> int, float, bool, str, array.array of numbers, or a sequence of booleans, strings or arrays.
         tensors: name -> TensorInfo, in file order.
         version: GGUF version of the first file.
     """

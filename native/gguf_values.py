@@ -63,6 +63,26 @@ class GGUFArray(Sequence):
         return [item.tolist() if hasattr(item, "tolist") else item for item in self]
 
 
+class GGUFBools(Sequence):
+    """A metadata array of booleans: the file's bytes, each 0 or 1."""
+
+    def __init__(self, values: bytes) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._values[index]
+        return list(map(bool, found)) if isinstance(index, slice) else bool(found)
+
+    def __iter__(self) -> Iterator[bool]:
+        return map(bool, self._values)
+
+    def tolist(self) -> list[bool]:
+        return list(self)
+
+
 class Cursor:
     """Reads values one after the other; every read names the field it is for."""
 
@@ -126,16 +146,23 @@ class Cursor:
             return GGUFArray(self, element, self._string_starts(count, field), field, depth)
         if element == _ARRAY:
             return GGUFArray(self, element, self._array_starts(count, field, depth, start), field, depth)
+        if element == _BOOL:
+            return self._bools(count, field)
         return self._numbers(element, count, field)
 
+    def _bools(self, count: int, field: str) -> GGUFBools:
+        start = self.take(count, field)
+        values = self.buffer[start : self.position]
+        if count and max(values) > 1:
+            self.fail(field, "a boolean is not 0 or 1", start)
+        return GGUFBools(values)
+
     def _numbers(self, element: int, count: int, field: str) -> array:
-        code, size = _NUMBERS.get(element, ("B", 1))
+        code, size = _NUMBERS[element]
         start = self.take(count * size, field)
         values = array(code)
         with memoryview(self.buffer) as view, view[start : self.position] as part:
             values.frombytes(part)
-        if element == _BOOL and count and max(values) > 1:
-            self.fail(field, "a boolean is not 0 or 1", start)
         return values
 
     def _string_starts(self, count: int, field: str) -> array:

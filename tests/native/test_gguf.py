@@ -11,7 +11,8 @@ import gguf
 import numpy as np
 import pytest
 
-from coremill.config.errors import GGUFError
+from coremill.config.errors import GGUFError, UnsupportedModelError
+from coremill.config.model import ModelSpec
 from coremill.native.gguf import GGML_TYPES, open_gguf
 
 _spec = importlib.util.spec_from_file_location("gguf_writer", Path(__file__).with_name("gguf_writer.py"))
@@ -55,6 +56,7 @@ def test_every_metadata_type(path, version):
     file.add("many.bool", "[bool]", [True, False])
     file.add("one.string", "string", "Größe 世界")
     file.add("many.string", "[string]", ["", "a", "世界"])
+    file.add("nested.bools", "[[bool]]", [[], [True]])
     file.add("nested", "[[i16]]", [[1, -2], [], [3]])
     file.add("nested.strings", "[[string]]", [["a"], ["b", "c"]])
     file.add("empty", "[u32]", [])
@@ -64,7 +66,11 @@ def test_every_metadata_type(path, version):
         assert metadata[f"many.{kind}"].tolist() == [number, 0, 1]
     assert metadata["one.f32"] == 0.5 and metadata["one.f64"] == 1e300
     assert metadata["many.f64"] == array.array("d", [1e300, -0.0])
-    assert metadata["one.bool"] is True and metadata["many.bool"].tolist() == [1, 0]
+    assert metadata["one.bool"] is True
+    flags = metadata["many.bool"]
+    assert repr(flags.tolist()) == repr(list(flags)) == repr(flags[:]) == "[True, False]"
+    assert len(flags) == 2 and flags[0] is True and flags[-1] is False
+    assert repr(metadata["nested.bools"].tolist()) == "[[], [True]]"
     assert metadata["one.string"] == "Größe 世界"
     strings = metadata["many.string"]
     assert list(strings) == ["", "a", "世界"] == strings.tolist()
@@ -72,6 +78,16 @@ def test_every_metadata_type(path, version):
     assert metadata["nested"].tolist() == [[1, -2], [], [3]]
     assert metadata["nested.strings"].tolist() == [["a"], ["b", "c"]]
     assert len(metadata["empty"]) == 0
+
+
+def test_booleans_are_no_numbers_of_a_model(path):
+    """One for each layer would pass as 1."""
+    file = gguf_writer.tiny_llama(np.random.default_rng(1))
+    file.raw_keys = [key for key in file.raw_keys if b"head_count_kv" not in key]
+    file.add("llama.attention.head_count_kv", "[bool]", [True, True])
+    made = open_gguf(file.save(path))
+    with pytest.raises(UnsupportedModelError, match=r"head_count_kv is an array of 2, not a number or one for each"):
+        ModelSpec.from_gguf(made.metadata, made.tensors)
 
 
 def test_agrees_with_the_gguf_package(path):
@@ -143,6 +159,7 @@ def header(version: int = 3, tensors: int = 0, keys: int = 0) -> bytes:
         (header(keys=1) + string(b"\xff\xfe") + bytes(9), "metadata key 0", 32, "UTF-8"),
         (header(keys=1) + string("") + bytes(9), "metadata key 0", 24, "empty"),
         (header(keys=1) + string("k") + struct.pack("<IB", 7, 2), "metadata 'k'", 37, "boolean"),
+        (header(keys=1) + string("k") + struct.pack("<IIQBB", 9, 7, 2, 1, 2), "metadata 'k'", 49, "boolean"),
         (header(keys=1) + string("k") + struct.pack("<IIQ", 9, 4, 1 << 61), "metadata 'k' count", 41, "do not fit"),
         (header(keys=1) + string("k") + struct.pack("<IIQ", 9, 99, 0), "metadata 'k' element type", 37, "99"),
         (header(keys=1) + string("k") + struct.pack("<IQ", 8, 50), "metadata 'k'", 45, "ends"),
