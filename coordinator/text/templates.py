@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,9 @@ from jinja2.parser import Parser
 
 from coremill.config.errors import RequestError
 from coremill.coordinator.text.printable import PrintableEnvironment, check_printable
+
+# How Python ends what it says of an object that has no text of its own.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")
 
 
 class _GenerationBlocks(Extension):
@@ -42,9 +46,13 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _TemplateSays(TemplateError):
+    """The template's own words, checked before."""
+
+
 def _raise_exception(message: str) -> None:
     check_printable(message)
-    raise TemplateError(message)
+    raise _TemplateSays(message)
 
 
 class ChatTemplate:
@@ -75,15 +83,18 @@ class ChatTemplate:
             raise template_error(str(error)) from error
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text of a chat. RequestError "template_error" carries the template's own words."""
+        """The text of a chat. RequestError "template_error" carries the template's own words; Python's and Jinja's have
+        no addresses, so that an error too is the same in every run."""
         try:
             return self._template.render(variables)
         except MemoryError:
             raise template_error("it needs more memory than a request may take") from None
+        except _TemplateSays as error:
+            raise template_error(error.message or TemplateError.__name__) from error
         except TemplateError as error:
-            raise template_error(error.message or type(error).__name__) from error
+            raise template_error(_ADDRESS.sub("", error.message or type(error).__name__)) from error
         except Exception as error:  # whatever an expression of the template raised: str + None, a missing method, ...
-            raise template_error(f"{type(error).__name__}: {error}") from error
+            raise template_error(_ADDRESS.sub("", f"{type(error).__name__}: {error}")) from error
 
 
 def template_error(words: str) -> RequestError:

@@ -119,6 +119,26 @@ def test_what_spells_its_address_is_refused_by_its_type(source, kind):
 
 
 @pytest.mark.parametrize(
+    "source, words",
+    [
+        ("{{ [1].index(cycler(1)) }}", "ValueError: "),  # Python's words for it differ between versions
+        ("{{ {}[cycler(1)].x }}", "dict object has no element <jinja2.utils.Cycler object>"),
+        ("{{ {}['a'.upper].x }}", "dict object has no element <built-in method upper of str object>"),
+        ("{{ [1] | map(cycler(1)) | list }}", "No filter named <jinja2.utils.Cycler object>."),
+        ("{{ [1] | select(cycler(1)) | list }}", "No test named <jinja2.utils.Cycler object>."),
+        ("{{ raise_exception('<a at 0x7f00>') }}", "<a at 0x7f00>"),
+        ("{{ raise_exception('') }}", "TemplateError"),
+    ],
+)
+def test_errors_are_the_same_in_every_run(source, words):
+    with pytest.raises(RequestError) as caught:
+        render(source)
+    said = str(caught.value)
+    assert said.startswith(f"the chat template failed: {words}")
+    assert (" at 0x" in said) is (" at 0x" in words)
+
+
+@pytest.mark.parametrize(
     "source, expected",
     [
         (
