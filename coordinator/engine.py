@@ -201,7 +201,7 @@ class Engine:
             return glance(self._shell, self._storage, self.config, max_rows)
 
     def stats(self, *, measure: bool = True) -> dict[str, Any]:
-        """The queue, the arena and `workers`, a list with the names of design.md section 9.
+        """The queue, the arena and `workers`, a list with names that scripts rely on.
 
         Workers measure their memory between two steps; one that takes longer than 10 s is shown with its last
         figures. Without `measure` nobody is asked and nothing waits. After close(): the last state.

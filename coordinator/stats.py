@@ -63,7 +63,7 @@ class Places:
             place.close()
 
     def report(self) -> list[dict[str, Any]]:
-        """One dict per worker, with the names that scripts rely on (design.md section 9), sizes in bytes."""
+        """One dict per worker, with names that scripts rely on; sizes in bytes."""
         return [self._report_one(index, place) for index, place in enumerate(self._places)]
 
     def _report_one(self, index: int, place: Place) -> dict[str, Any]:

@@ -35,7 +35,7 @@ EXIT_CODES: dict[int, str] = {
     EXIT_ERROR: "an error, said in one line on stderr",
     EXIT_USAGE: "a wrong command line, variable or configuration file",
     EXIT_ROWS_FAILED: "run: finished, but some rows failed (see the error file)",
-    EXIT_RESUME_REFUSED: "run: the output belongs to a run with other settings or rows",
+    EXIT_RESUME_REFUSED: "run, up: the output or the queue belongs to other settings, or to other rows",
     EXIT_ROWS_CHANGED: "run: finished, but some rows of the input have changed since they ran (--keep-changed)",
     EXIT_STRICT: "run: stopped at the first failed row, as --strict asks",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",

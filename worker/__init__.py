@@ -1,1 +1,1 @@
-"""One pinned process per core group: the engine loop, architectures as plans, sampling, counters."""
+"""One pinned process per core group: the step loop, architectures as plans, binding of weights, stop strings."""

@@ -254,7 +254,7 @@ class JsonReporter(PlainReporter):
     """One JSON object a line: "time" (seconds since the epoch), "event", and the fields of that event.
 
     stage, plan, progress (coordinator/view/rates.py), worker_started, worker_ready, worker_died, worker_stopped,
-    worker_retired, helper_died, message (a text), summary, error.
+    worker_retired, helper_died, message (a text), summary, profile, error.
     """
 
     def say(self, text: str) -> None:

@@ -135,7 +135,7 @@ def _warnings(outcome: Outcome, out: str) -> list[str]:
 
 
 def stats_object(outcome: Outcome, engine_stats: dict[str, Any], startup_seconds: float) -> dict[str, Any]:
-    """What --stats writes: names of design.md section 9, and more."""
+    """What --stats writes: names that scripts rely on."""
     progress = outcome.progress
     return {
         "rows": progress.num_read,
