@@ -160,14 +160,17 @@ def _document_row(option: Option) -> tuple[str, ...]:
     return (
         f"{short}`{option.switch}`",
         f"{value}: {limit}" if limit else value,
-        "; ".join([_default(option), *(f"{verb}: {default}" for verb, (_, default) in option.verb_help.items())]),
+        "; ".join(_defaults(option)),
         ", ".join(option.verbs),
         " ".join([option.help, *(f"{verb}: {help}" for verb, (help, _) in option.verb_help.items())]),
     )
 
 
-def _default(option: Option) -> str:
-    return f"required by {', '.join(option.required)}" if option.required else option.shown_default
+def _defaults(option: Option) -> list[str]:
+    """In words: of most verbs, then of each that has another one."""
+    usual = f"required by {', '.join(option.required)}" if option.required else option.shown_default
+    others = {verb: default for verb, (_, default) in option.verb_help.items() if verb not in option.required}
+    return [usual, *(f"{verb}: {default}" for verb, default in others.items() if default != usual)]
 
 
 if __name__ == "__main__":
