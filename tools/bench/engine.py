@@ -7,7 +7,6 @@ that contexts in the window lie around it.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from typing import Any
 from coremill.config.arena import BLOCK_TOKENS, ArenaGeometry, blocks_for
 from coremill.config.cputimes import cpu_seconds
 from coremill.config.engine import EngineConfig
-from coremill.config.errors import EngineError
-from coremill.config.request import SequenceRequest, SequenceResult
+from coremill.config.request import SequenceRequest
 from coremill.config.topology import CoreGroup
+from coremill.tools.bench.running import TIMEOUT, Running, Started
 from coremill.tools.bench.steps import Case
 
 # Tokens of each sequence in the window, and the shortest window in seconds.
@@ -28,7 +27,6 @@ _WINDOW_TOKENS, _WINDOW_SECONDS = 64, 0.3
 # Prompts each worker computes in a prefill case.
 _PREFILL_PROMPTS = 4
 _POLL = 0.02
-_TIMEOUT = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Rate:
     workers_cpu: float
 
 
-class EngineBench:
+class EngineBench(Started):
     """A running engine with room for the largest case, `groups` its workers."""
 
     def __init__(
@@ -58,17 +56,8 @@ class EngineBench:
         self.num_workers = len(groups)
         self._room = _room(cases)
         # Without stop ids every sequence runs until it is cancelled.
-        self._engine = Engine(pack_path, config, groups, stop_ids=())
+        super().__init__(Engine(pack_path, config, groups, stop_ids=()))
         self._num_runs = 0
-
-    def __enter__(self) -> EngineBench:
-        self._engine.start()
-        if not self._engine.wait_ready(_TIMEOUT):
-            raise EngineError(f"bench: the workers were not ready after {_TIMEOUT:.0f} s")
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._engine.close()
 
     def run(self, case: Case) -> Rate:
         """All workers together, over the case's window."""
@@ -77,7 +66,7 @@ class EngineBench:
     def _prefill(self, case: Case) -> Rate:
         count = self.num_workers * _PREFILL_PROMPTS
         begin, spent = time.perf_counter(), self._cpu()
-        running = _Running(self._engine, self._requests(count, case.context, 1))
+        running = Running(self.engine, self._requests(count, case.context, 1))
         running.wait()
         return self._rate(count * case.context, begin, spent)
 
@@ -85,8 +74,8 @@ class EngineBench:
         count = self.num_workers * case.num_sequences
         before = self._tokens("prefill_tokens")
         prompt = case.context - BLOCK_TOKENS
-        running = _Running(self._engine, self._requests(count, prompt, self._room))
-        deadline = time.monotonic() + _TIMEOUT
+        running = Running(self.engine, self._requests(count, prompt, self._room))
+        deadline = time.monotonic() + TIMEOUT
         while self._tokens("prefill_tokens") - before < count * prompt:
             running.check(deadline)
             time.sleep(_POLL)
@@ -112,11 +101,12 @@ class EngineBench:
     def _cpu(self) -> tuple[float, float]:
         """CPU seconds of the coordinator (all of this process but the calling thread, which only watches) and of all
         workers, since they began."""
-        pids = [worker["pid"] for worker in self._engine.stats(measure=False)["workers"]]
+        pids = [worker["pid"] for worker in self.engine.glance()["workers"]]
         return time.process_time() - time.thread_time(), sum(cpu_seconds(pid) for pid in pids)
 
     def _tokens(self, counter: str) -> int:
-        return sum(worker[counter] for worker in self._engine.stats()["workers"])
+        """Of all workers; none is asked, which would cost it time of the window."""
+        return sum(worker[counter] for worker in self.engine.glance()["workers"])
 
     def _requests(self, count: int, prompt_tokens: int, max_tokens: int) -> list[SequenceRequest]:
         """Prompts that differ from the first token on, in every run anew."""
@@ -140,46 +130,6 @@ def arena_blocks(cases: Sequence[Case], num_workers: int) -> int:
 def _room(cases: Sequence[Case]) -> int:
     """Tokens a sequence may generate: a fast case needs more for the shortest window than _WINDOW_TOKENS."""
     return 8 * _WINDOW_TOKENS if any(case.what == "decode" for case in cases) else BLOCK_TOKENS
-
-
-class _Running:
-    """Sequences under way."""
-
-    def __init__(self, engine: Any, requests: Sequence[SequenceRequest]) -> None:
-        self._engine = engine
-        self._left = len(requests)
-        self._errors: list[str] = []
-        self._done = threading.Event()
-        self._tickets = [engine.submit(request, self._finished) for request in requests]
-
-    def _finished(self, result: SequenceResult) -> None:
-        # Always on the engine's one thread.
-        if result.error is not None and result.error.code != "cancelled":
-            self._errors.append(str(result.error))
-        self._left -= 1
-        if self._left == 0:
-            self._done.set()
-
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def check(self, deadline: float) -> None:
-        if self._errors:
-            raise EngineError(f"bench: a sequence failed: {self._errors[0]}")
-        if self.done:
-            raise EngineError("bench: every sequence ended before the window did")
-        if time.monotonic() > deadline:
-            raise EngineError(f"bench: no end after {_TIMEOUT:.0f} s")
-
-    def cancel(self) -> None:
-        for ticket in self._tickets:
-            self._engine.cancel(ticket)
-
-    def wait(self) -> None:
-        self._done.wait(_TIMEOUT)
-        if self._errors or not self._done.is_set():
-            raise EngineError(f"bench: a sequence failed: {(self._errors or ['no end'])[0]}")
 
 
 def engine_report(case: Case, rates: Sequence[float], num_workers: int, limit_seconds: float) -> dict[str, Any]:

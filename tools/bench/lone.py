@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -13,13 +12,12 @@ from typing import Any
 
 from coremill.config.arena import ArenaGeometry, blocks_for
 from coremill.config.engine import EngineConfig
-from coremill.config.errors import EngineError
-from coremill.config.request import SequenceRequest, SequenceResult
+from coremill.config.request import SequenceRequest
 from coremill.config.topology import CoreGroup
+from coremill.tools.bench.running import Running, Started
 
 # Of the request, at most: prompt and generated tokens. As many generated once before, as each worker first tries out.
 _PROMPT, _COMPLETION = 512, 128
-_TIMEOUT = 3600.0
 
 
 def lone_report(
@@ -57,7 +55,7 @@ def lone_report(
     return rows
 
 
-class _Lone:
+class _Lone(Started):
     """A running engine that gets one request at a time."""
 
     def __init__(
@@ -77,27 +75,16 @@ class _Lone:
             max_active=1, ctx=ctx, arena=arena, kv=kv, step_tokens=step_tokens, prefix_cache=False, lending=lending
         )
         # Without stop ids the sequence runs to its full length.
-        self._engine = Engine(pack_path, config, groups, stop_ids=())
+        super().__init__(Engine(pack_path, config, groups, stop_ids=()))
         self._num_runs = 0
-
-    def __enter__(self) -> _Lone:
-        self._engine.start()
-        if not self._engine.wait_ready(_TIMEOUT):
-            raise EngineError(f"bench: the workers were not ready after {_TIMEOUT:.0f} s")
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._engine.close()
 
     def run(self, prompt: int, completion: int) -> tuple[float, float]:
         """Tokens per second of its prefill and of its decoding."""
         self._num_runs += 1
         ids = tuple(100 + (997 * self._num_runs + 31 * position) % 1000 for position in range(prompt))
-        future: Future[SequenceResult] = Future()
-        self._engine.submit(SequenceRequest("bench", ids, completion, temperature=0.0), future.set_result)
-        result = future.result(_TIMEOUT)
-        if result.error is not None:
-            raise EngineError(f"bench: a sequence failed: {result.error}")
+        running = Running(self.engine, [SequenceRequest("bench", ids, completion, temperature=0.0)])
+        running.wait()
+        (result,) = running.results
         # The first token is chosen by the last step of the prefill.
         tick = time.get_clock_info("monotonic").resolution
         return prompt / max(result.prefill_s, tick), (completion - 1) / max(result.decode_s, tick)
