@@ -35,27 +35,31 @@ def _read_exactly(fd: int, length: int) -> bytes:
 
 
 class SocketChannel:
-    """Messages to and from the coordinator; never drops one."""
+    """Messages to and from the coordinator; never drops one. context: whose, when that is not its own."""
 
-    def __init__(self, endpoint: str, identity: bytes) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.ROUTING_ID, identity)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._socket.connect(endpoint)
+    def __init__(self, endpoint: str, identity: bytes, context: zmq.Context | None = None) -> None:
+        self._own_context = zmq.Context() if context is None else None
+        self.socket = (context or self._own_context).socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, identity)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self.socket.connect(endpoint)
 
     def send(self, message: Message) -> None:
-        self._socket.send(encode(message))
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        self.socket.send(data)
 
     def receive(self, wait: bool) -> Message | None:
         """The next message; without `wait`, None when there is none yet."""
         try:
-            return decode(self._socket.recv(0 if wait else zmq.NOBLOCK))
+            return decode(self.socket.recv(0 if wait else zmq.NOBLOCK))
         except zmq.Again:
             return None
 
     def close(self) -> None:
-        self._socket.close()
-        self._context.term()
+        self.socket.close()
+        if self._own_context is not None:
+            self._own_context.term()

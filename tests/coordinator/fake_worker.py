@@ -33,7 +33,7 @@ SOCKETS = []
 class Channel(SocketChannel):
     def __init__(self, *args):
         super().__init__(*args)
-        SOCKETS.append(self._socket)
+        SOCKETS.append(self.socket)
 
 
 class FakeModel:

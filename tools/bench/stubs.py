@@ -20,9 +20,10 @@ from typing import Any
 
 import zmq
 
-from coremill.config.messages import PROTOCOL_VERSION, Hello, Message, Ready, Settings, Stop, decode, encode
+from coremill.config.messages import PROTOCOL_VERSION, Hello, Ready, Settings, Stop, decode
 from coremill.config.smaps import Memory
 from coremill.worker.batch import StepOutput
+from coremill.worker.channel import SocketChannel
 from coremill.worker.loop import WorkerLoop
 
 # Never one that ends a text: the bench's engine has none.
@@ -65,29 +66,18 @@ class StubModel:
         return []
 
 
-class StubChannel:
-    """One worker's socket; counts what is sent."""
+class StubChannel(SocketChannel):
+    """One worker's socket in a context that many share; counts what is sent."""
 
     def __init__(self, context: zmq.Context, settings: Settings, counts: Counter[str]) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, settings.identity)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        super().__init__(settings.endpoint, settings.identity, context)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(settings.endpoint)
         self._counts = counts
 
-    def send(self, message: Message) -> None:
-        data = encode(message)
+    def send_bytes(self, data: bytes) -> None:
         self._counts["messages"] += 1
         self._counts["bytes"] += len(data)
-        self.socket.send(data)
-
-    def receive(self, wait: bool) -> Message | None:
-        try:
-            return decode(self.socket.recv(0 if wait else zmq.NOBLOCK))
-        except zmq.Again:
-            return None
+        super().send_bytes(data)
 
 
 class Stub:
