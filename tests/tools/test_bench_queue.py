@@ -4,11 +4,10 @@ from coremill.config.settings import from_command_line
 from coremill.tools.bench import queue
 
 
-def test_a_real_run(smollm2_pack, tmp_path, monkeypatch):
+def test_a_real_run(smollm2_pack, tmp_path, monkeypatch, restless):
     small = {"NUM_TINY": 30, "NUM_USUAL": 3, "USUAL_TOKENS": 4, "NUM_SINGLES": 2}
     for name, value in (small | {"NUM_BACKGROUND": 3, "URGENT_TOKENS": 20}).items():
         monkeypatch.setattr(queue, name, value)
-    monkeypatch.setattr(queue, "wait_for_rest", lambda cores: (0.5, None))
     lines = []
     settings = from_command_line("bench queue", {"model": str(smollm2_pack), "rounds": 2}, {"HOME": str(tmp_path)})
     report = queue.bench_queue(settings, lines.append)

@@ -45,10 +45,9 @@ def test_rows_are_uneven_and_the_same_for_a_seed():
     assert {row["max_tokens"] for row in uneven_rows(1)} == set(tail.LENGTHS)
 
 
-def test_a_real_run(smollm2_pack, tmp_path, monkeypatch):
+def test_a_real_run(smollm2_pack, tmp_path, monkeypatch, restless):
     monkeypatch.setattr(tail, "NUM_ROWS", 6)
     monkeypatch.setattr(tail, "LENGTHS", (4, 30))
-    monkeypatch.setattr(tail, "wait_for_rest", lambda cores: (0.5, tail.CpuTimes.read(cores)))
     lines = []
     report = tail.bench_tail(settings(tmp_path, smollm2_pack, rounds=1, max_active=2, lending=False), lines.append)
     (found,) = report["rounds"]

@@ -27,7 +27,7 @@ def test_figures_of_a_count():
     assert workers._row(case, 1, found, 3)["speedup"] == 1.0
 
 
-def test_a_short_run(monkeypatch, smollm2_pack, tmp_path):
+def test_a_short_run(monkeypatch, smollm2_pack, tmp_path, restless):
     monkeypatch.setattr(workers, "_PREFILL", 64)
     monkeypatch.setattr(engine, "_WINDOW_SECONDS", 0.05)
     lines = []
@@ -38,5 +38,8 @@ def test_a_short_run(monkeypatch, smollm2_pack, tmp_path):
     assert rows == [("prefill", 1, 64, n) for n in counts] + [("decode", 2, 128, n) for n in counts]
     assert all(row["tokens_per_s"] > 0 and 0 <= row["coordinator_share"] < 1 for row in report["workers"])
     assert len(lines) == len(rows)
+    busy = "the cores were 50% busy with something else before"
+    assert report["warnings"] == [f"round 1, {count} workers: {busy}" for count in counts]
     text = workers.workers_text(report)
     assert "Prefill of 64\n" in text and "Decode, 2 x 128\n" in text
+    assert text.endswith(f"Warning: round 1, {counts[-1]} workers: {busy}.\n")

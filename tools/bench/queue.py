@@ -24,15 +24,15 @@ from typing import Any
 
 import psutil
 
+from coremill.config.cputimes import cpu_seconds
 from coremill.config.errors import EngineError
 from coremill.config.settings import Settings
 from coremill.coordinator import Coordinator
-from coremill.tools.bench.rounds import how_it_ended, wait_for_rest
+from coremill.tools.bench.rounds import how_it_ended, rested
 
 NUM_TINY, NUM_USUAL, USUAL_TOKENS = 10_000, 64, 120
 NUM_SINGLES = 50
 NUM_BACKGROUND, BACKGROUND_TOKENS, URGENT_TOKENS = 30, 2000, 200
-_MUCH_BUSY = 0.05
 
 Row = dict[str, Any]
 
@@ -72,8 +72,8 @@ def _busy_seconds(coordinator: Coordinator) -> float:
 def map_rows(coordinator: Coordinator, rows: Sequence[Row]) -> dict[str, Any]:
     """Seconds of a map over the rows, and who spent how much CPU time."""
     stats = coordinator.stats()
-    workers = [psutil.Process(worker["pid"]) for worker in stats["workers"] if worker["pid"]]
-    helpers = [child for child in psutil.Process().children() if child not in workers]
+    workers = [worker["pid"] for worker in stats["workers"] if worker["pid"]]
+    helpers = [child.pid for child in psutil.Process().children() if child.pid not in workers]
     before = (time.process_time(), _cpu_seconds(helpers), _cpu_seconds(workers))
     begin = time.monotonic()
     num_tokens = sum(result.usage.completion_tokens for result in coordinator.map(rows, ordered=False))
@@ -89,9 +89,8 @@ def map_rows(coordinator: Coordinator, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    times = [process.cpu_times() for process in processes]
-    return sum(each.user + each.system for each in times)
+def _cpu_seconds(pids: Sequence[int]) -> float:
+    return sum(map(cpu_seconds, pids))
 
 
 def run_rows(rows: Sequence[Row], switches: Sequence[str]) -> float:
@@ -152,9 +151,7 @@ def bench_queue(settings: Settings, say: Callable[[str], None]) -> dict[str, Any
     switches = ["-m", model, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
     tiny, usual = tiny_rows(), usual_rows()
     for number in range(1, settings["rounds"] + 1):
-        busy, _ = wait_for_rest(cores)
-        if busy > _MUCH_BUSY:
-            report["warnings"].append(f"round {number}: the cores were {busy:.0%} busy with something else before")
+        rested(cores, f"round {number}", report["warnings"])
         found: dict[str, Any] = {}
         if number % 2:
             found["run_seconds"] = run_rows(tiny, switches)

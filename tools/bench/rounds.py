@@ -18,7 +18,7 @@ from coremill.config.cputimes import CpuTimes
 
 OURS = "coremill"
 # Load of others before a run, and steal during one, above which a figure is doubtful.
-_MUCH_BUSY, _MUCH_STEAL = 0.05, 0.02
+MUCH_BUSY, MUCH_STEAL = 0.05, 0.02
 # How often half a second is waited for the machine to come to rest before a run.
 _PATIENCE = 20
 
@@ -96,15 +96,13 @@ def _in_words(ratios: dict[str, float]) -> str:
 def _watched(engine: Engine, cores: Sequence[int], number: int, warnings: list[str]) -> Run:
     """One run, with what else the machine did at that time."""
     busy, quiet = wait_for_rest(cores)
-    if busy > _MUCH_BUSY:
+    if busy > MUCH_BUSY:
         warnings.append(
             f"round {number}, before {engine.name}: the cores were {busy:.0%} busy with something else"
             f" (load average {os.getloadavg()[0]:.2f})"
         )
     run = engine.call()
-    steal = CpuTimes.read(cores).steal_since(quiet)
-    if steal > _MUCH_STEAL:
-        warnings.append(f"round {number}, {engine.name}: the hypervisor took {steal:.1%} of the time")
+    steal = steal_warned(cores, quiet, f"round {number}, {engine.name}", warnings)
     if run.errors:
         warnings.append(f"round {number}, {engine.name}: {run.errors} rows failed ({run.first_error or 'no message'})")
     return replace(run, engine=engine.name, busy=busy, steal=steal)
@@ -123,14 +121,30 @@ def how_it_ended(returncode: int, said: bytes) -> str:
     return f"{how}: {last[:300]}"
 
 
-def wait_for_rest(cores: Sequence[int]) -> tuple[float, CpuTimes]:
-    """Waits until little else runs, for _PATIENCE half seconds at most: (busy share of the last one, its end)."""
+def rested(cores: Sequence[int], when: str, warnings: list[str], patience: int = _PATIENCE) -> CpuTimes:
+    """As wait_for_rest; what still runs then is a warning."""
+    busy, quiet = wait_for_rest(cores, patience)
+    if busy > MUCH_BUSY:
+        warnings.append(f"{when}: the cores were {busy:.0%} busy with something else before")
+    return quiet
+
+
+def steal_warned(cores: Sequence[int], since: CpuTimes, when: str, warnings: list[str]) -> float:
+    """The share of the time that the hypervisor took; a warning when that is much."""
+    steal = CpuTimes.read(cores).steal_since(since)
+    if steal > MUCH_STEAL:
+        warnings.append(f"{when}: the hypervisor took {steal:.1%} of the time")
+    return steal
+
+
+def wait_for_rest(cores: Sequence[int], patience: int = _PATIENCE) -> tuple[float, CpuTimes]:
+    """Waits until little else runs, for so many half seconds at most: (busy share of the last one, its end)."""
     after = CpuTimes.read(cores)
-    for _ in range(_PATIENCE):
+    for _ in range(patience):
         before = after
         time.sleep(0.5)
         after = CpuTimes.read(cores)
         busy = after.busy_since(before)
-        if busy <= _MUCH_BUSY:
+        if busy <= MUCH_BUSY:
             break
     return busy, after

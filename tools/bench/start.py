@@ -26,11 +26,10 @@ from typing import Any
 from coremill.config.errors import EngineError
 from coremill.config.settings import Settings
 from coremill.config.topology import survey
-from coremill.tools.machine import CpuTimes
+from coremill.tools.bench.rounds import how_it_ended, rested
 
 # Enough rows for two workers with all their sequences, of some length each.
 _NUM_ROWS, _ROW_WORDS = 48, 60
-_MUCH_BUSY = 0.05
 _POLL_SECONDS = 0.0005
 
 
@@ -49,15 +48,14 @@ class Command:
             command += ["-o", str(out), "--stats", str(stats), *options]
             begin = time.monotonic()
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
             )
             while process.poll() is None and not _has_bytes(out):
                 time.sleep(_POLL_SECONDS)
             first = time.monotonic() - begin
             said = process.communicate()[1]
             if process.returncode or not stats.exists():
-                last = (said.strip().splitlines() or ["no message"])[-1]
-                raise EngineError(f"coremill run ended with code {process.returncode}: {last}")
+                raise EngineError(f"coremill run {how_it_ended(process.returncode, said)}")
             return first, json.loads(stats.read_text())
 
 
@@ -107,11 +105,7 @@ def bench_start(settings: Settings, say: Callable[[str], None]) -> dict[str, Any
         say("warming the cache ...")
         first_token(command)
         for number in range(1, rounds + 1):
-            before = CpuTimes.read(cores)
-            time.sleep(0.5)
-            busy = CpuTimes.read(cores).busy_since(before)
-            if busy > _MUCH_BUSY:
-                report["warnings"].append(f"round {number}: the cores were {busy:.0%} busy with something else before")
+            rested(cores, f"round {number}", report["warnings"], patience=1)
             found = {name: value for measure in measures for name, value in measure(command).items()}
             report["rounds"].append(found)
             say(f"round {number}: {_in_words(found)}")

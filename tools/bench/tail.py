@@ -26,14 +26,12 @@ from statistics import median
 from typing import Any
 
 from coremill.config.counters import CounterPage, open_pages
-from coremill.config.cputimes import CpuTimes
 from coremill.config.errors import EngineError
 from coremill.config.settings import Settings
-from coremill.tools.bench.rounds import how_it_ended, wait_for_rest
+from coremill.tools.bench.rounds import how_it_ended, rested, steal_warned
 
 NUM_ROWS, LENGTHS, TAIL = 40, (8, 24, 64, 200), 0.1
 _SAMPLE_SECONDS = 0.002
-_MUCH_BUSY, _MUCH_STEAL = 0.05, 0.02
 _THINGS = "rivers salt winter bread clocks music harbours glass gardens letters engines birds".split()
 
 # (time in seconds, sequences that each worker holds), as time goes by.
@@ -138,12 +136,9 @@ def bench_tail(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]
     say("warming the cache ...")
     run_once(uneven_rows(0)[:4], switches)
     for number in range(1, rounds + 1):
-        busy, quiet = wait_for_rest(cores)
-        if busy > _MUCH_BUSY:
-            report["warnings"].append(f"round {number}: the cores were {busy:.0%} busy with something else before")
+        quiet = rested(cores, f"round {number}", report["warnings"])
         report["rounds"].append(run_once(uneven_rows(number), switches))
-        if (steal := CpuTimes.read(cores).steal_since(quiet)) > _MUCH_STEAL:
-            report["warnings"].append(f"round {number}: the hypervisor took {steal:.1%} of the time")
+        steal_warned(cores, quiet, f"round {number}", report["warnings"])
         say(f"round {number}: {_in_words(report['rounds'][-1])}")
     report["median_ratio"] = median(found["ratio"] for found in report["rounds"])
     report["most_idle"] = max((share for found in report["rounds"] for share in found["idle"]), default=0.0)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from coremill.tools.bench.steps import Case
 
 _PREFILL, _CONTEXT = 512, 128
-_MUCH_BUSY = 0.05
 
 
 def worker_counts(most: int) -> list[int]:
@@ -36,7 +35,7 @@ def bench_workers(settings: Settings, say: Callable[[str], None]) -> dict[str, A
     from coremill.native.cache import ensure_pack
     from coremill.native.packfile import open_pack
     from coremill.tools.bench.engine import EngineBench
-    from coremill.tools.bench.rounds import wait_for_rest
+    from coremill.tools.bench.rounds import rested
 
     groups = discover(workers=settings["workers"], cores_per_worker=settings["cores_per_worker"])
     cores = [core for group in groups for core in group.cores]
@@ -46,9 +45,7 @@ def bench_workers(settings: Settings, say: Callable[[str], None]) -> dict[str, A
         found: dict[tuple[int, str], list[Rate]] = {}
         for number in range(1, settings["rounds"] + 1):
             for count in counts[:: 1 if number % 2 else -1]:
-                busy, _ = wait_for_rest(cores)
-                if busy > _MUCH_BUSY:
-                    warnings.append(f"round {number}, {count} workers: the cores were {busy:.0%} busy before")
+                rested(cores, f"round {number}, {count} workers", warnings)
                 engine = EngineBench(
                     pack.path, pack.spec, groups[:count], cases, settings["step_tokens"], settings["kv"]
                 )
