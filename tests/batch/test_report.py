@@ -398,5 +398,8 @@ def test_progress_is_told_of_what_takes_longer_than_a_second(monkeypatch):
         now[0] += 0.3 / 1024
         progress(done, 9000)
     assert [(stage, done // 1024, total) for stage, done, total in told] == [("reading", n, 9000) for n in (4, 5, 6)]
+    unheard = slowly.Slowly("unheard", None)
+    now[0] += 100
     for done in range(5000):
-        slowly.Slowly("unheard", None)(done, 1)
+        unheard(done, 1)
+    assert len(told) == 3

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from coremill.config.errors import EngineError
+from coremill.config.messages import Released
 from coremill.config.settings import from_command_line
 from coremill.tools.bench import coordinator
 from coremill.tools.bench.coordinator import coordinator_text, load
@@ -26,18 +27,40 @@ def _children() -> set[int]:
 
 def test_every_token_of_every_row_is_counted(monkeypatch, tmp_path):
     monkeypatch.setattr(coordinator, "_COUNTS", (2, 8, 64))
+    counted, handed_back = [], []
+    figures, answer_all = coordinator._figures, coordinator._answer_all
+
+    def keep_counts(count, num_rows, counts, *rest):
+        counted.append(counts)
+        return figures(count, num_rows, counts, *rest)
+
+    def keep_released(engine, num_rows):
+        scheduler = engine._shell.scheduler
+        advance, index = scheduler.advance, len(handed_back)
+        handed_back.append(0)
+
+        def count(events, now):
+            handed_back[index] += sum(isinstance(event, Released) for event in events)
+            return advance(events, now)
+
+        scheduler.advance = count
+        return answer_all(engine, num_rows)
+
+    monkeypatch.setattr(coordinator, "_figures", keep_counts)
+    monkeypatch.setattr(coordinator, "_answer_all", keep_released)
     before, lines = _children(), []
     report = coordinator.bench_coordinator(
         settings(tmp_path, workers="5", max_active="3", step_seconds="0"), lines.append
     )
     assert [row["workers"] for row in report["coordinator"]] == [2, 5] and len(lines) == 2
-    for row in report["coordinator"]:
+    for row, counts, num_released in zip(report["coordinator"], counted, handed_back, strict=True):
         num_rows = row["workers"] * 3 * coordinator._ROWS_PER_PLACE
         assert row["rows"] == num_rows
         assert row["tokens"] == sum(32 + number * 37 % 65 for number in range(num_rows))
-        # Hello and Ready of each, and a message for each step: at least one for the prompt of a row and as many as the
-        # longest row has tokens, at most one for every token.
-        assert 2 * row["workers"] + 96 < row["messages"] <= row["tokens"] + 3 * num_rows + 2 * row["workers"]
+        # Every step chooses a token at least, as a prompt fits into one, and a token for each of three at most.
+        assert row["tokens"] / 3 <= counts["steps"] <= row["tokens"]
+        # Hello and Ready of each worker, a message for each step, and one for each sequence that was handed back.
+        assert row["messages"] == 2 * row["workers"] + counts["steps"] + num_released
         assert 0 < row["scheduling_us_per_message"] < row["cpu_us_per_message"]
     assert _children() == before
     text = coordinator_text(report)
