@@ -191,9 +191,9 @@ class Scheduler(Placement):
             lease = self._close_lease(slot, number)
             if lease.sequence.lease is lease:
                 self._requeue(lease.sequence, now)
-        slot.up = slot.stepped = False
+        slot.up = slot.stepped = slot.told_to_stop = False
         if slot.state == "draining":  # as it was told, or on the way there
-            slot.state, slot.told_to_stop = "stopped", False
+            slot.state = "stopped"
             self._out.append(WorkerStopped(slot.index))
             return
         slot.state = "starting"
@@ -313,8 +313,8 @@ class Scheduler(Placement):
             if slot.state == "stopped":
                 slot.state = "starting"
                 self._out.append(StartWorker(slot.index))
-            elif slot.state == "draining" and not slot.told_to_stop:
-                slot.state = "ready" if slot.up else "starting"
+            elif slot.state == "draining":  # one that was told to stop is started again when it has
+                slot.state = "ready" if slot.up and not slot.told_to_stop else "starting"
         for slot in usable[count:]:
             if slot.live:
                 slot.state = "draining"

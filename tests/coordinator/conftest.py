@@ -141,6 +141,7 @@ class World:
         self.results: dict[int, SequenceResult] = {}
         self.lent: dict[int, tuple[int, ...]] = {}  # by borrower, as far as it has been told
         self.num_loans = 0
+        self.num_wanted = limits.num_workers
         self.retired: list[int] = []
         self.given_up: str | None = None
         self.now = 0.0
@@ -158,6 +159,7 @@ class World:
         self.happen(Cancelled(ticket))
 
     def set_workers(self, count: int) -> None:
+        self.num_wanted = count
         self.happen(Workers(count))
 
     def pause(self, paused: bool) -> None:
@@ -265,6 +267,10 @@ class World:
         counts = self.scheduler.count_blocks()
         unused = counts["free"] + counts["cached"]
         assert unused == self.scheduler.limits.num_blocks, f"blocks are missing at the end: {counts}"
+        if not self.retired and self.given_up is None:
+            states = [slot.state for slot in self.scheduler.slots]
+            wanted = ["ready"] * self.num_wanted
+            assert states == wanted + ["stopped"] * (len(states) - self.num_wanted), "not as many workers as asked for"
         for index, worker in self.workers.items():
             assert worker.loop.borrowing.cores == self.lent.get(index, ()) == (), "borrowed and not given back"
 

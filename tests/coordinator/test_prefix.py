@@ -6,7 +6,16 @@ import random
 
 from coremill.config.messages import Begin, Cancel, Ready, Release, Released, Stepped
 from coremill.config.request import SequenceRequest
-from coremill.coordinator.events import Cancelled, FromWorker, Send, Submitted, WorkerDied, Workers
+from coremill.coordinator.events import (
+    Cancelled,
+    FromWorker,
+    Send,
+    StartWorker,
+    Submitted,
+    WorkerDied,
+    Workers,
+    WorkerStopped,
+)
 from coremill.coordinator.jobs import Sequence, WaitingLine
 from coremill.coordinator.limits import Limits
 from coremill.coordinator.prefix import Node, common_length
@@ -204,6 +213,28 @@ def test_draining_a_worker_and_taking_it_back():
     sent = scheduler.advance([FromWorker(1, READY)], 0.0)
     assert [type(x.message).__name__ for x in sent] == ["Release"]  # one for each again
     scheduler.check()
+
+
+def test_a_worker_wanted_again_while_it_leaves_is_started_again():
+    scheduler = make(num_workers=2)
+    assert [type(x.message).__name__ for x in scheduler.advance([Workers(1)], 0.0)] == ["Stop"]
+    assert scheduler.advance([Workers(2)], 0.0) == []
+    ((worker, _),) = submit(scheduler, 1, tuple(range(40)))
+    assert worker == 0  # nothing for one that leaves
+    assert scheduler.advance([WorkerDied(1, "exit code 0", crashed=False)], 0.0) == [StartWorker(1)]
+    scheduler.advance([FromWorker(1, READY)], 0.0)
+    ((worker, _),) = submit(scheduler, 2, tuple(range(50, 90)))
+    assert worker == 1
+    assert scheduler.slots[1].fruitless_deaths == 0
+    scheduler.check()
+
+
+def test_a_worker_wanted_and_not_wanted_while_it_leaves_stays_away():
+    scheduler = make(num_workers=2)
+    for count in (1, 2, 1):
+        scheduler.advance([Workers(count)], 0.0)
+    assert scheduler.advance([WorkerDied(1, "exit code 0", crashed=False)], 0.0) == [WorkerStopped(1)]
+    assert scheduler.slots[1].state == "stopped"
 
 
 def test_the_longest_common_beginning_is_next_in_order():

@@ -15,8 +15,6 @@ from coremill.coordinator.prefix import MIN_WAIT
 def disturb(world, rng: random.Random, sim, num_rows: int, poison: set[int]) -> None:
     """Everything that can happen, in any order, until all rows have been submitted."""
     while len(world.requests) < num_rows:
-        if not world.workers:
-            world.set_workers(1)
         index = rng.choice(list(world.workers))
         worker = world.workers[index]
         match rng.choices(range(8), [4, 8, 8, 8, 1, 1, 0.3, 0.3])[0]:

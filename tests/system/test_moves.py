@@ -52,20 +52,22 @@ def test_each_turn_of_a_chat_finds_its_history(smollm2_pack):
 @pytest.mark.skipif(TWO < 2, reason="this machine lacks a second core, so a second worker is refused")
 def test_workers_that_leave_and_come_cost_no_token(smollm2_pack):
     requests = [
-        {"prompt": f"{number} things to know about rivers:", "max_tokens": 24 + number, "seed": number}
+        {"prompt": f"{number} things to know about rivers:", "max_tokens": 120 + number, "seed": number}
         for number in range(24)
     ]
 
     def tokens(jobs) -> list[tuple[int, ...]]:
         return [job.result(120).token_ids for job in jobs]
 
-    with Coordinator(smollm2_pack, workers=2, max_active=8, prefix_cache=False) as coordinator:
+    with Coordinator(smollm2_pack, workers=2, max_active=16, prefix_cache=False) as coordinator:
         expected = tokens([coordinator.submit(**request) for request in requests])
         before = coordinator.stats()
         jobs = [coordinator.submit(**request) for request in requests]
-        for count in (1, 2, 1, 2):
-            wait_until_running(coordinator)
-            coordinator.workers(count)
+        for _ in range(2):
+            wait_for_second(coordinator, "ready", with_rows_of=2 * len(requests))
+            coordinator.workers(1)
+            wait_for_second(coordinator, "stopped")
+            coordinator.workers(2)
         assert tokens(jobs) == expected
         after = coordinator.stats()
     assert after["sequences"]["moved"] > before["sequences"]["moved"]
@@ -75,17 +77,15 @@ def test_workers_that_leave_and_come_cost_no_token(smollm2_pack):
         assert sum(worker[name] for worker in after["workers"]) == 2 * once, name
 
 
-def wait_until_running(coordinator: Coordinator) -> None:
-    """Some sequences are with workers, and a step more has been done."""
+def wait_for_second(coordinator: Coordinator, state: str, with_rows_of: int = 0) -> None:
+    """The second worker is in this state, and has rows unless so many have finished."""
     deadline = time.monotonic() + 60
-    begun = sum(worker["steps"] for worker in coordinator.stats()["workers"])
     while True:
         stats = coordinator.stats()
-        if stats["queue"]["running"] and sum(worker["steps"] for worker in stats["workers"]) > begun:
+        second = stats["workers"][1]
+        if second["state"] == state and (second["active"] or stats["queue"]["finished"] >= with_rows_of):
             return
-        if not stats["queue"]["running"] + stats["queue"]["waiting"]:
-            return  # all done already
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, second
         time.sleep(0.002)
 
 
