@@ -123,11 +123,12 @@ def run_batch(options: BatchOptions, reporter: PlainReporter, clock: Callable[[]
         startup_seconds = clock()
         if outcome is None:
             groups = discover(workers=options.engine.workers, cores_per_worker=options.engine.cores_per_worker)
-            engine, prepare, cpu = _start(stack, options, pack, files.started, groups, reporter, template)
+            engine, prepare, cpu, watch = _start(
+                stack, options, pack, files.started, groups, reporter, template, names[0]
+            )
             startup_seconds = clock()
             continued = lines.format == "text" and not (rules.chat or options.chat_given) and bool(pack.chat_template)
             setting = replace(_setting(pack, engine, groups, ctx), continued=continued)
-            watch = RunWatch(engine, names[0], options.input, options.output)
             reporter.attach(setting, _format_note(lines), watch)
             _listen(stack, watch, names[0], reporter)
             rules = replace(rules, arena_tokens=engine.stats(measure=False)["arena"]["blocks"] * BLOCK_TOKENS)
@@ -149,8 +150,9 @@ def _start(
     groups: Sequence[CoreGroup],
     reporter: PlainReporter,
     template: str | None,
-) -> tuple[Engine, Prepare, CpuUse]:
-    """Engine and text helper; the engine is ready. now: what templates take for the present time."""
+    name: str,
+) -> tuple[Engine, Prepare, CpuUse, RunWatch]:
+    """Engine and text helper; the engine is ready. now: what templates take for the present time. name: the model's."""
     from coremill.coordinator.text.service import TextService
 
     # The helper takes longest to load. Whatever is wrong with it is said by its first call.
@@ -160,10 +162,11 @@ def _start(
     engine = Engine(pack.path, options.engine, groups, on_event=reporter.worker_event)
     stack.callback(engine.close)
     engine.start()
+    watch = RunWatch(engine, name, options.input, options.output)  # while the workers start: it reads files
     while not engine.wait_ready(_SAID_AFTER):
         ready = sum(worker["state"] == "ready" for worker in engine.glance()["workers"])
         reporter.stage("starting workers", ready, len(groups))
-    return engine, prepare_with(text), CpuUse(engine, text)
+    return engine, prepare_with(text), CpuUse(engine, text), watch
 
 
 def _listen(stack: ExitStack, watch: RunWatch, model: str, reporter: PlainReporter) -> None:
