@@ -8,6 +8,9 @@
 #define CHAIN_5 2
 #define CHAIN_6 2
 #define DOT8_SIGNED 1
+/* Tokens are broadcast by loads, of which there are two a cycle: each serves both vectors of rows. That the float sums
+ * do not fit the 16 registers then costs one load and store each per block of 32 k. */
+#define TILE_STRIPS(format, panels, tokens) 2
 
 typedef __m256i vdot;
 

@@ -3,6 +3,8 @@
 #define CHAIN_5 4
 #define CHAIN_6 4
 #define DOT8_SIGNED 0
+/* 16 registers: float formats need 8 sums to hide latency; integer ones need them for sums of two kinds. */
+#define TILE_STRIPS(format, panels, tokens) (cm_is_float_format(format) || tokens == 1 ? 2 : 1)
 
 typedef __m256i vdot;
 

@@ -8,8 +8,6 @@
 #define TILE_TOKENS 4
 #define TILES(Z, format) Z(format, 1, 1) Z(format, 1, 2) Z(format, 1, 3) Z(format, 1, 4)
 #define TILES_FLOAT(Z, format)
-/* 16 registers: float formats need 8 sums to hide latency; integer ones need them for sums of two kinds. */
-#define TILE_STRIPS(format, panels, tokens) (cm_is_float_format(format) || tokens == 1 ? 2 : 1)
 
 #define V static inline __attribute__((always_inline, unused))
 
