@@ -7,6 +7,8 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
@@ -17,6 +19,7 @@ from coremill.coordinator.view.machine import Facts
 from coremill.coordinator.view.rates import History, view_of
 from coremill.coordinator.view.screen import whole_lines
 from coremill.coordinator.view.table import SORT_NAMES, plain, worker_lines
+from coremill.tools.top.feed import Watcher
 from coremill.tools.top.picture import picture
 
 RECORDED = Path(__file__).parent / "recorded_glances.json"
@@ -238,3 +241,27 @@ def test_picture(snapshots):
     for part in ("coremill top", "label-00352", "running", "GB/s", "evil [2J"):
         assert part in text
     assert "font-face" not in svg and "url(http" not in svg and svg.startswith("<svg ")
+
+
+# ---- what looks ----
+
+
+def test_whatever_a_look_raises_is_told_in_one_line_and_the_next_look_comes():
+    errors = iter([KeyError("sort"), PermissionError(13, "no\nentry\x1b[2J"), TimeoutError()])
+
+    def look(rows: int) -> None:
+        for error in errors:
+            raise error
+
+    feed = SimpleNamespace(interval=3600, look=look, history=SimpleNamespace(view=lambda: {"a": "view"}))
+    looked: SimpleQueue[None] = SimpleQueue()
+    watcher = Watcher(feed, lambda: looked.put(None))
+    told = []
+    for _ in range(4):
+        looked.get(timeout=60)
+        told.append((watcher.problem, watcher.view))
+        watcher.hurry()
+    watcher.close()
+    assert told[0] == ("KeyError: 'sort'", None)
+    assert told[1] == ("PermissionError: [Errno 13] no entry[2J", None)
+    assert "no answer for" in told[2][0] and told[3] == (None, {"a": "view"})

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from coremill.config.errors import CoremillError, EngineClosedError, EngineError
+from coremill.config.printable import printable
 from coremill.coordinator.local_socket import LocalClient
 from coremill.coordinator.view.ceiling import load_ceiling
 from coremill.coordinator.view.machine import MachineWatch
@@ -107,6 +108,8 @@ class Watcher:
                 self.ended = True
             except CoremillError as error:
                 self.problem = str(error)
+            except Exception as error:  # a bug, or one of the kernel's files: a table that stands still would hide it
+                self.problem = printable(f"{type(error).__name__}: {error}")
             self._notify()
             try:
                 if not self._hurry.get(timeout=max(0.05, begin + self._feed.interval - time.monotonic())):
