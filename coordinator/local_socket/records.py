@@ -12,7 +12,7 @@ from typing import Literal
 from coremill.config.errors import ConfigError, EngineClosedError
 from coremill.coordinator.transport import base_folder, is_held, private_folders
 
-Kind = Literal["run", "up", "serve"]
+Kind = Literal["run", "up"]
 
 SOCKET = "s"
 _RECORD = "record"
@@ -20,7 +20,7 @@ _RECORD = "record"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A running coordinator: its process, what it does ("run", "up", "serve"), its model, when it began (seconds
+    """A running coordinator: its process, what it does ("run", "up"), its model, when it began (seconds
     since the epoch) and where it listens, "ipc://...": what LocalClient takes."""
 
     pid: int

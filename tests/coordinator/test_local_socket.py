@@ -210,7 +210,7 @@ SERVE = """
 import os, sys, time
 from concurrent.futures import Future
 from coremill.coordinator.local_socket import LocalServer
-server = LocalServer("serve", "tiny", {"echo": lambda fields: fields, "never": lambda fields: Future()})
+server = LocalServer("up", "tiny", {"echo": lambda fields: fields, "never": lambda fields: Future()})
 child = os.fork() if sys.argv[1] == "fork" else -1
 if child != 0:
     print(server.address, child, flush=True)

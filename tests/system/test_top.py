@@ -185,7 +185,7 @@ def test_which_run_is_meant(piped, make_runs):
     runs = make_runs()
     one = piped(runs=runs)
     done = top(one, "999999999", "--once")
-    assert done.returncode == 1 and "no run, up or serve of yours has process id 999999999" in done.stderr
+    assert done.returncode == 1 and "no run or up of yours has process id 999999999" in done.stderr
     one.connect().close()
     other = piped("-o", str(runs.folder / "other.jsonl"), runs=runs)
     other.connect().close()
@@ -204,7 +204,7 @@ def test_nothing_is_running(make_runs):
     others = Path(f"/run/user/{os.getuid()}").is_dir()  # where somebody's real run may be
     assert found.returncode == 1 or others
     if found.returncode == 1:
-        assert found.stderr == "coremill: no run, up or serve of yours is running\n"
+        assert found.stderr == "coremill: no run or up of yours is running\n"
 
 
 # ---- what is asked for ----

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from coremill.config.errors import ConfigError, EngineError
 from coremill.config.settings import Settings
 from coremill.tools.options import Verb, takes
 
 if TYPE_CHECKING:
     from coremill.coordinator.local_socket import Record
 
-EXIT_ERROR, EXIT_USAGE = 1, 2
 # Columns and rows of a picture or of a page that is not on a terminal.
 _PAGE = (120, 40)
 _MOST_ROWS = 16
 
 _EXAMPLES = [
-    ("coremill top", "watch the run, up or serve of this user"),
+    ("coremill top", "watch the run or up of this user"),
     ("coremill top 4242", "of several the one with this process id"),
     ("coremill top --once", "one table, also into a file or a pipe"),
     ("coremill top --json | jq .totals.decode_tokens_per_s", "one JSON object a second, until it ends"),
@@ -35,8 +35,8 @@ _EXAMPLES = [
 @click.command(cls=Verb, examples=_EXAMPLES)
 @click.argument("address", metavar="[ADDRESS]", required=False)
 @takes("top")
-def command(address: str | None, settings: Settings) -> int | None:
-    """Watch the workers of a running `run`, `up` or `serve` of this user.
+def command(address: str | None, settings: Settings) -> int:
+    """Watch the workers of a running `run` or `up` of this user.
 
     ADDRESS is a process id or ipc://...; it can be left out when only one runs. Watching costs the run nothing that
     can be measured: it reads counters that are there anyway.
@@ -60,8 +60,6 @@ def command(address: str | None, settings: Settings) -> int | None:
 
         check_picture(picture)
     found = _find(address)
-    if isinstance(found, int):
-        return found
     once = settings["once"] or picture is not None
     interactive = not (once or settings["json"]) and _is_terminal()
     with Feed(found, settings["interval"]) as feed:
@@ -78,8 +76,8 @@ def _is_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def _find(address: str | None) -> str | int:
-    """The address to attach to, or the exit code after saying why there is none."""
+def _find(address: str | None) -> str:
+    """The address to attach to. EngineError when there is none; ConfigError when there are several."""
     from coremill.coordinator.local_socket import running
 
     if address is not None and not address.isdecimal():
@@ -90,17 +88,13 @@ def _find(address: str | None) -> str | int:
             if record.pid == int(address):
                 return record.address
         there = ", ".join(str(record.pid) for record in records) or "none"
-        click.echo(f"coremill: no run, up or serve of yours has process id {address}; running: {there}", err=True)
-        return EXIT_ERROR
+        raise EngineError(f"no run or up of yours has process id {address}; running: {there}")
     if not records:
-        click.echo("coremill: no run, up or serve of yours is running", err=True)
-        return EXIT_ERROR
+        raise EngineError("no run or up of yours is running")
     if len(records) == 1:
         return records[0].address
-    click.echo("coremill: several are running; choose one by its process id: coremill top PID", err=True)
-    for line in _record_lines(records):
-        click.echo(line, err=True)
-    return EXIT_USAGE
+    click.echo("\n".join(_record_lines(records)), err=True)
+    raise ConfigError("several are running; choose one by its process id: coremill top PID")
 
 
 def _record_lines(records: Sequence[Record]) -> list[str]:
