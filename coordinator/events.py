@@ -107,7 +107,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """The next bytes of the text of a sequence that is watched; what came with its last token is not told."""
+    """The next bytes of the text of a sequence that is watched; all of them, the last ones before its Finish."""
 
     ticket: int
     text: bytes

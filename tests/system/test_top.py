@@ -359,10 +359,8 @@ def test_keys(piped, terminal):
         screen = terminal([*TOP, str(run.process.pid), "--interval", "0.2"], run.runs.environ)
         screen.wait("endless")
         assert "quit" in screen.text and "\x1b[2J" not in screen.text.replace("\x1b[2J\x1b[H", "")
-        screen.press("p", "PAUSED")
+        screen.press("p", "PAUSED")  # until what both rows are needed for is done: none may end before that
         wait_for(lambda: glance(client)["paused"] and active(client) == 0, "a pause")
-        screen.press("p", "running")
-        wait_for(lambda: not glance(client)["paused"], "the end of the pause")
         screen.press("-", "stopped")
         screen.press("w5\r", "'count' is 5: it must be an integer from 1 to 2")
         screen.press("w2\r", "2 workers")
@@ -375,12 +373,15 @@ def test_keys(piped, terminal):
         screen.press("c\x1b", "scroll")  # left alone
         assert glance(client)["rows"]["errors"] == 0
         screen.press("cnobody\ry\r", "no row 'nobody' is waiting or running now")
+        screen.press("cendlesss\x7f\ry\r", "cancelled endless")
+        wait_for(lambda: glance(client)["rows"]["errors"] == 1, "the cancelled row")
+        screen.press("p", "running")
+        wait_for(lambda: not glance(client)["paused"], "the end of the pause")
         screen.resize(160, 40)
         screen.press("", "weights")
-        os.write(screen.fd, b"\x1b[A\x1b[B\x1b[5~\x1b[99~\xff?q")
+        os.write(screen.fd, b"\x1b[A\x1b[B\x1b[5~\x1b[H\x1b[99~\xff?q")
         assert screen.ended() == 0
         assert termios.tcgetattr(screen.inner) == screen.before and "\x1b[?1049l" in screen.text
-        client.call("cancel", {"id": "endless"})
         client.call("cancel", {"id": "other \x1b[2J"})
     run.end(status=3)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 _SEQUENCES = {
     b"\x1b[A": "up", b"\x1b[B": "down", b"\x1b[5~": "pageup", b"\x1b[6~": "pagedown",
-    b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[H": "home", b"\x1b[F": "end",
+    b"\x1bOA": "up", b"\x1bOB": "down",
 }  # fmt: skip
 _NAMES = {"\r": "enter", "\n": "enter", "\x7f": "backspace", "\x08": "backspace", "\x1b": "escape", "\x04": "leave"}
 
