@@ -144,13 +144,10 @@ class Placement:
 
     def _rest_lower(self) -> None:
         """Whoever has less than the highest priority rests: an urgent sequence has the machine for itself."""
+        highest = max(self._priorities)
         for lease in self._leases():
-            if self._must_rest(lease.sequence) and not lease.closing:
+            if lease.sequence.request.priority < highest and not lease.closing:
                 self._pause(lease)
-
-    def _must_rest(self, sequence: Sequence) -> bool:
-        """While something of a higher priority is unfinished."""
-        return len(self._priorities) > 1 and sequence.request.priority < max(self._priorities)
 
     def _is_of_lower(self, table: Table, sequence: Sequence) -> bool:
         """Whether the table belongs to somebody who rests while the sequence is there."""
@@ -160,17 +157,17 @@ class Placement:
     # ---- work for those who have room ----
 
     def _fill_workers(self, now: float) -> None:
-        share = self._share()
+        share, highest = self._share(), max(self._priorities)
         open_slots = [slot for slot in self.slots if slot.state == "ready" and len(slot.leases) < share]
         loads: dict[int, tuple[int, int, int]] = {}  # of slots, until they change: each is a sum over its sequences
         while open_slots:
             candidates, line = open_slots, self.waiting
-            if self.suspects and not self._must_rest(self.suspects.peek()):
+            if self.suspects and self.suspects.peek().request.priority == highest:
                 innocent = [slot for slot in open_slots if not slot.has_suspect]
                 if innocent:
                     candidates, line = innocent, self.suspects
             sequence = line.peek(self._recent if self.tables.index.num_evicted else ())
-            if sequence is None or self._must_rest(sequence):
+            if sequence is None or sequence.request.priority < highest:
                 return
             match = self._fitting(sequence)
             if match is None:

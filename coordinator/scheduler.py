@@ -269,7 +269,10 @@ class Scheduler(Placement):
             self._unpark(self.tables.close(sequence.table, sequence.tokens))
             sequence.table = None
         del self.sequences[sequence.ticket]
-        self._priorities -= Counter((sequence.request.priority,))
+        priority = sequence.request.priority
+        self._priorities[priority] -= 1
+        if not self._priorities[priority]:
+            del self._priorities[priority]
         self._out.append(Finish(sequence.ticket, sequence.result(now, finish_reason, error)))
 
     def _detach(self, sequence: Sequence) -> None:
