@@ -150,8 +150,8 @@ class Placement:
                 self._pause(lease)
 
     def _is_of_lower(self, table: Table, sequence: Sequence) -> bool:
-        """Whether the table belongs to somebody who rests while the sequence is there."""
-        owner = next((other for other in self.sequences.values() if other.table is table), None)
+        """Whether the table, which is growing and so has a lease, is somebody's who rests while the sequence is there."""
+        owner = next((lease.sequence for lease in self._leases() if lease.table is table), None)
         return owner is not None and owner.request.priority < sequence.request.priority
 
     # ---- work for those who have room ----
