@@ -150,7 +150,7 @@ class Placement:
                 self._pause(lease)
 
     def _is_of_lower(self, table: Table, sequence: Sequence) -> bool:
-        """Whether the table, which is growing and so has a lease, is somebody's who rests while the sequence is there."""
+        """Whether the table, which grows and so has a lease, is somebody's who rests while the sequence is there."""
         owner = next((lease.sequence for lease in self._leases() if lease.table is table), None)
         return owner is not None and owner.request.priority < sequence.request.priority
 
