@@ -31,11 +31,12 @@ class Loans:
 
     def settle(self, slots: Sequence[Slot], more: bool) -> list[Send]:
         """End the loans that have lost their reason; with `more`, begin and balance others. What borrowers are told."""
+        if not self._groups:
+            return []
         idle, busy = [], []
-        if self._groups:
-            for slot in slots:
-                if slot.state == "ready":
-                    (busy if slot.leases else idle).append(slot)
+        for slot in slots:
+            if slot.state == "ready":
+                (busy if slot.leases else idle).append(slot)
         now = (more, [slot.index for slot in idle], [slot.index for slot in busy])
         if now == self._settled:
             return []
@@ -77,18 +78,17 @@ class Loans:
     def _begin(self, idle: list[Slot], busy: list[Slot]) -> None:
         """To whoever has fewest lenders; of those to the one with most work left on the same NUMA node."""
         count = self._num_lenders(busy)
+        work_left = {slot.index: slot.work_left for slot in busy}  # each a sum over its sequences
         for slot in idle:
             if slot.index not in self.borrower_of:
-                numa = self._groups[slot.index].numa
-                borrower = min(
-                    busy,
-                    key=lambda other: (
-                        *(count[other.index], self._groups[other.index].numa != numa),
-                        *(-other.work_left, other.index),
-                    ),
-                )
-                self.borrower_of[slot.index] = borrower.index
-                count[borrower.index] += 1
+                borrower = min(work_left, key=lambda other: self._wish(slot.index, other, count, work_left))
+                self.borrower_of[slot.index] = borrower
+                count[borrower] += 1
+
+    def _wish(self, lender: int, other: int, count: dict[int, int], work_left: dict[int, int]) -> tuple:
+        """Smaller is lent to rather."""
+        far = self._groups[other].numa != self._groups[lender].numa
+        return (count[other], far, -work_left[other], other)
 
     def _balance(self, busy: list[Slot]) -> None:
         """When one that runs has two lenders more than another, the other gets its farthest."""
