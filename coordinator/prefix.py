@@ -21,6 +21,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from coremill.config.arena import BLOCK_TOKENS
@@ -68,7 +69,7 @@ class Node:
         while node.parent is not None:
             parts.append(node.tokens)
             node = node.parent
-        return tuple(token for part in reversed(parts) for token in part)
+        return tuple(chain.from_iterable(reversed(parts)))
 
     def readable(self, position: int) -> tuple[int, int]:
         """(tokens, block): how many of its tokens can be copied now, and from where. position: of its first token."""
