@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from coremill.coordinator.shell import Shell
     from coremill.coordinator.stats import Place
     from coremill.coordinator.storage import Storage
-    from coremill.native.packfile import PackFile
 
 
 def report(shell: Shell, storage: Storage, startup_seconds: float | None) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def glance(shell: Shell, storage: Storage, config: EngineConfig, max_rows: int) 
         "max_active": config.max_active,
         "step_tokens": config.step_tokens,
         "pack": str(storage.pack.path),
-        "weight_bytes": streamed_bytes(storage.pack),
+        "weight_bytes": storage.weight_bytes,
         "kv_position_bytes": geometry.token_bytes,
         "queue": _queue(shell),
         "arena": {
@@ -62,14 +61,6 @@ def glance(shell: Shell, storage: Storage, config: EngineConfig, max_rows: int) 
         "sequences": dict(scheduler.counts),
         "workers": [_worker(slot, place, max_rows) for slot, place in zip(scheduler.slots, shell.places, strict=True)],
     }
-
-
-def streamed_bytes(pack: PackFile) -> int:
-    """Bytes of weights that a step reads from end to end: all but a table of embeddings that is not the output
-    matrix too, of which it reads one row for each token."""
-    embedding = pack.matrices.get("token_embd")
-    looked_up = embedding.nbytes if embedding is not None and not pack.spec.tied_output else 0
-    return sum(matrix.nbytes for matrix in pack.matrices.values()) - looked_up
 
 
 def _queue(shell: Shell) -> dict[str, int]:

@@ -16,7 +16,15 @@ from coremill.config.memory import MemoryNeed, memory_budget, plan_arena, worker
 from coremill.config.tokens import end_of_generation_ids
 from coremill.config.topology import CoreGroup
 from coremill.native.arena import create_arena
-from coremill.native.packfile import open_pack
+from coremill.native.packfile import PackFile, open_pack
+
+
+def streamed_bytes(pack: PackFile) -> int:
+    """Bytes of weights that a step reads from end to end: all but a table of embeddings that is not the output
+    matrix too, of which it reads one row for each token."""
+    embedding = pack.matrices.get("token_embd")
+    looked_up = embedding.nbytes if embedding is not None and not pack.spec.tied_output else 0
+    return sum(matrix.nbytes for matrix in pack.matrices.values()) - looked_up
 
 
 class Storage:
@@ -67,6 +75,11 @@ class Storage:
             threads=threads,
         )
         return plan_arena(need, config.arena, memory_budget()) // block_bytes
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """That a step reads; from all matrices, which are many to walk over for each glance."""
+        return streamed_bytes(self.pack)
 
     @property
     def geometry_fields(self) -> dict[str, Any]:

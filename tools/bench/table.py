@@ -69,7 +69,7 @@ def _bench_model(
     say: Callable[[str], None],
 ) -> None:
     from coremill.config.arena import ArenaGeometry
-    from coremill.coordinator.figures import streamed_bytes
+    from coremill.coordinator.storage import streamed_bytes
     from coremill.tools import machine
     from coremill.tools.bench.limits import GemmRates
 
