@@ -86,16 +86,19 @@ class WorkerLoop:
 
     def run(self) -> None:
         """Until Stop."""
+        plan = self.plan()
         while True:
-            message = self.channel.receive(wait=not self.plan())
-            while message is not None:
-                if isinstance(message, Stop):
-                    return
-                self.hear(message)
-                message = self.channel.receive(wait=False)
-            plan = self.plan()
+            message = self.channel.receive(wait=not plan)
+            if message is not None:
+                while message is not None:
+                    if isinstance(message, Stop):
+                        return
+                    self.hear(message)
+                    message = self.channel.receive(wait=False)
+                plan = self.plan()
             if plan:
                 self.step(plan)
+                plan = self.plan()
 
     def plan(self) -> list[tuple[Sequence, int]]:
         """What the next step would do; empty when nothing can run."""
