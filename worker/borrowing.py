@@ -61,14 +61,12 @@ def _rungs(num_own: int, num_lent: int) -> list[int]:
 class _Ladder:
     """What is known of one kind of steps: seconds a row, by rung."""
 
-    def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
+    def __init__(self, seconds: dict[int, deque[float]] | None = None) -> None:
+        self._seconds = seconds or {}
         self._best, self._since_retry, self._retry = 0, 0, FIRST_RETRY
 
     def without_borrowed(self) -> _Ladder:
-        fresh = _Ladder()
-        fresh._seconds = {0: self._seconds[0]} if 0 in self._seconds else {}
-        return fresh
+        return _Ladder({0: self._seconds[0]} if 0 in self._seconds else {})
 
     def observe(self, rung: int, seconds: float) -> None:
         self._seconds.setdefault(rung, deque(maxlen=REMEMBERED)).append(seconds)
