@@ -1,4 +1,4 @@
-"""How CPUs spend their time and how fast they run, from /proc."""
+"""What CPUs are called, how they and processes spend their time, and how fast they run, from /proc."""
 
 from __future__ import annotations
 
@@ -47,12 +47,22 @@ class CpuTimes:
 def cpu_seconds(pid: int) -> float:
     """What all threads of a process have used since it began, those that have ended too; 0 when it is gone."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name before the state may hold anything, so count from its end: utime and stime are fields 14, 15.
-            fields = file.read().rpartition(b")")[2].split()
+        fields = stat_fields(pid)
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return (int(fields[14 - 3]) + int(fields[15 - 3])) / os.sysconf("SC_CLK_TCK")  # utime, stime
+
+
+def stat_fields(pid: int | str) -> list[bytes]:
+    """Fields of /proc/PID/stat, or of "self", from the third on, the state: the name before it may hold anything.
+    OSError when it is gone."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+def cpu_name(files: HostFiles) -> str:
+    """Of the first CPU; "unknown" where the kernel does not say."""
+    return files.table("/proc/cpuinfo", ":").get("model name", "unknown")
 
 
 def clocks(files: HostFiles | None = None) -> dict[int, float]:

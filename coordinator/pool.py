@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coremill.config.cgroups import oom_kills
+from coremill.config.cputimes import stat_fields
 from coremill.config.errors import UnsupportedHostError, WorkerStartError
 from coremill.config.hostfiles import HostFiles
 from coremill.config.messages import Failed, Hello, Ready, Settings, encode
@@ -178,9 +179,7 @@ class WorkerPool:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name before the state may hold anything, so count from its end.
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        return stat_fields(pid)[0] in (b"T", b"t")
     except OSError:  # gone
         return False
 

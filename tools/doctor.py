@@ -57,6 +57,7 @@ def _examine_visibly() -> dict[str, Any]:
 
 def examine() -> dict[str, Any]:
     """Everything doctor shows, as plain values."""
+    from coremill.config.cputimes import cpu_name
     from coremill.config.hostfiles import HostFiles
     from coremill.config.memory import memory_budget
     from coremill.config.topology import groups_of, survey
@@ -77,7 +78,7 @@ def examine() -> dict[str, Any]:
     report = {
         "isa": machine.isa_facts(),
         "cpu": {
-            "name": machine.cpu_name(files),
+            "name": cpu_name(files),
             "online": len(found.online),
             "usable": sorted(place.cpu for place in found.places),
             "physical_cores": found.num_cores,

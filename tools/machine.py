@@ -68,10 +68,6 @@ def huge_page_facts(files: HostFiles) -> dict[str, Any]:
     }
 
 
-def cpu_name(files: HostFiles) -> str:
-    return files.table("/proc/cpuinfo", ":").get("model name", "unknown")
-
-
 def l3_bytes(files: HostFiles, cpu: int) -> int:
     """Size of a CPU's L3 cache; 0 when unknown."""
     text = files.text(f"/sys/devices/system/cpu/cpu{cpu}/cache/index3/size") or ""

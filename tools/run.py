@@ -152,9 +152,9 @@ def _show_results(first: Sequence[FirstRow], paths: tuple[str, str]) -> None:
 
 def _process_clock() -> Callable[[], float]:
     """Seconds since this process was started, Python's own start included."""
-    with open("/proc/self/stat", "rb") as file:
-        # Field 22 counts from the boot; the second field, a name, may hold anything, so count from its end.
-        started = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    from coremill.config.cputimes import stat_fields
+
+    started = int(stat_fields("self")[22 - 3]) / os.sysconf("SC_CLK_TCK")  # from the boot
     return lambda: time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 

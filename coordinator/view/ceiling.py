@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from coremill.config.cputimes import cpu_name
 from coremill.config.errors import PackError
 from coremill.config.hostfiles import HostFiles
 from coremill.native.cache import cache_folder
@@ -69,7 +70,6 @@ def measured_now(read_one: float, read_all: float, num_cores: int) -> Ceiling:
 def _path() -> Path:
     """A CPU of this name in a machine of this name, with so many CPUs online."""
     files = HostFiles()
-    name = files.table("/proc/cpuinfo", ":").get("model name", "unknown")
-    machine = (files.text("/etc/machine-id") or platform.node(), name, os.cpu_count())
+    machine = (files.text("/etc/machine-id") or platform.node(), cpu_name(files), os.cpu_count())
     digest = hashlib.sha256(repr(machine).encode(errors="replace")).hexdigest()[:16]
     return cache_folder() / "machines" / f"{digest}.json"
