@@ -19,6 +19,8 @@ CoremillError
 
 from __future__ import annotations
 
+from coremill.config.printable import brief
+
 _MAX_PARAM_CHARS = 200
 
 
@@ -77,7 +79,7 @@ class RequestError(CoremillError):
         self.code = code
         self.message = message
         # A row may call its fields anything, at any length.
-        self.param = param if param is None or len(param) <= _MAX_PARAM_CHARS else param[:_MAX_PARAM_CHARS] + "..."
+        self.param = None if param is None else brief(param, _MAX_PARAM_CHARS)
 
     def __reduce__(self) -> tuple:
         return (RequestError, (self.code, self.message, self.param))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coremill.config.errors import UnsupportedModelError
+from coremill.config.printable import brief
 
 
 def is_array(value: Any) -> bool:
@@ -21,8 +22,7 @@ def shown(value: Any) -> str:
     """A value of any type in the length of a message."""
     if is_array(value):
         return f"an array of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
+    return brief(repr(value))
 
 
 class Keys:

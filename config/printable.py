@@ -20,3 +20,8 @@ def shortened(text: str, width: int) -> str:
     # A text may be huge; white space that collapses is allowed for generously.
     line = printable(text[: 16 * width + 64]).strip()
     return line if len(line) <= width else line[: max(0, width - 1)].rstrip() + "…"
+
+
+def brief(text: str, most: int = 80) -> str:
+    """`text` in the length of a message: what is longer is cut, and ends in three dots."""
+    return text if len(text) <= most else text[:most] + "..."

@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 from coremill.config.errors import RequestError
+from coremill.config.printable import brief
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 TOKEN_ID_LIMIT = 2**31 - 1
@@ -38,7 +39,7 @@ def shown(value: Any) -> str:
         text = f"{'a negative number' if value < 0 else 'a number'} too large for a float"
     else:
         text = _spelled(value)
-    return text if len(text) <= 200 else text[:200] + "..."
+    return brief(text, 200)
 
 
 def _spelled(value: Any) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 
 from coremill.config.errors import GGUFError
 from coremill.config.formats import FORMATS
+from coremill.config.printable import brief
 from coremill.native.gguf_values import LEAST_BYTES, Cursor
 
 MAX_KEYS = 1 << 16
@@ -81,7 +82,7 @@ def check_magic(path: object, start: bytes) -> None:
 
 def _label(name: str) -> str:
     """A name from a file as messages show it: quoted, short, and without control characters."""
-    return repr(name if len(name) <= 80 else name[:80] + "...")
+    return repr(brief(name))
 
 
 @dataclass(frozen=True, slots=True)
