@@ -218,7 +218,7 @@ OPTIONS: tuple[Option, ...] = (
            ("run",), default_text="none"),
     Option("log_format", Choice(("text", "json")), "text",
            "What standard error gets: text, or json: one object a line for progress, what happens, and the summary.",
-           ("run",)),
+           ("run", "up")),
     Option("queue", Text("FILE"), None,
            "Keep jobs and their outcomes in this file: they survive crashes of everything (docs/queue.md).",
            ("up",), default_text="none, in memory"),

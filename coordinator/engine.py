@@ -150,6 +150,8 @@ class Engine:
             if self._open and ticket in self._waiting:
                 self._watching[ticket] = on_text
                 self._post(Watched(ticket))
+                if ticket not in self._waiting:  # it has finished meanwhile
+                    self._watching.pop(ticket, None)
 
     def call_at(self, when: float, call: Callable[[], None]) -> Timer:
         """Call it on the engine's thread at `when` (time.monotonic), if the engine still runs then."""

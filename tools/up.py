@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from coremill.config.settings import Settings
 from coremill.tools.options import Verb, takes
+
+if TYPE_CHECKING:
+    from coremill.coordinator.batch.report import PlainReporter
 
 # Between looks whether the engine still runs, in seconds.
 _LOOK_S = 0.5
@@ -40,7 +43,8 @@ def command(settings: Settings) -> None:
     outcome has been acknowledged (`job.acknowledge()`). With --queue this holds for all jobs, and across crashes of
     this command, of workers and of the machine. Without, other jobs are cancelled when their program ends.
 
-    `coremill top` watches it. Ctrl-C and SIGTERM end it; what is unfinished stays in the queue.
+    `coremill top` watches it. With --log-format json, standard error gets an object a line for each thing that happens
+    to workers. Ctrl-C and SIGTERM end it; what is unfinished stays in the queue.
 
     Exit code: 1 it could not start or go on, 2 wrong options, 4 the queue has unfinished jobs that were accepted with
     another model or other settings, 130 Ctrl-C, 143 SIGTERM.
@@ -63,16 +67,20 @@ def command(settings: Settings) -> None:
     elif settings["keys"] is not None:
         raise ConfigError("--keys is for --listen, which is missing")
     from coremill.coordinator.attach.resident import Resident
+    from coremill.coordinator.batch.report import line_reporter
 
+    reporter = line_reporter(settings["log_format"])
     resident = Resident(
         settings.require("model"),
         EngineConfig.from_settings(settings),
         queue=settings["queue"],
         keep=settings["keep"],
         listen=listen,
-        on_event=_tell,
+        on_event=reporter.worker_event,
+        progress=reporter.stage,
     )
-    with resident, _said_at_the_end(resident, settings["queue"]):
+    with resident, _said_at_the_end(resident, settings["queue"], reporter):
+        reporter.stage("starting workers", 0, 0)
         resident.wait_ready()
         for address in (resident.address, resident.tcp_address):
             if address is not None:
@@ -83,7 +91,7 @@ def command(settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def _said_at_the_end(resident: Any, queue: str | None) -> Iterator[None]:
+def _said_at_the_end(resident: Any, queue: str | None, reporter: PlainReporter) -> Iterator[None]:
     try:
         yield
     finally:
@@ -91,11 +99,5 @@ def _said_at_the_end(resident: Any, queue: str | None) -> Iterator[None]:
         unfinished = found["waiting"] + found["begun"]
         kept = f"stay in {queue}" if queue is not None else "are lost, as there is no --queue"
         if unfinished or found["done"]:
-            click.echo(f"coremill up: {unfinished} unfinished and {found['done']} unread jobs {kept}", err=True)
-
-
-def _tell(event: dict[str, Any]) -> None:
-    """What happens to workers, on the engine's thread."""
-    if event["event"] in ("worker_died", "worker_retired"):
-        what = event["event"].removeprefix("worker_")
-        click.echo(f"coremill up: worker {event['worker']} {what}: {event.get('cause', 'no cause known')}", err=True)
+            lines = [f"{unfinished} unfinished and {found['done']} unread jobs {kept}"]
+            reporter.tell("end", lines, queue=queue, unfinished=unfinished, unread=found["done"])

@@ -238,10 +238,17 @@ class Desk:
             elif (error := claimed.exception()) is not None:
                 answer.set_exception(error)
             else:
-                answer.set_result([_claimed_form(row) for row in claimed.result()])
+                answer.set_result([self._claimed_form(row) for row in claimed.result()])
 
         claimed.add_done_callback(said)
         return answer
+
+    def _claimed_form(self, row: Row) -> Fields:
+        try:
+            request, options, outcome = (json.loads(text or "") for text in (row.request, row.options, row.outcome))
+        except ValueError as error:
+            return {"id": row.id, "failure": error_fields(self._backend.keeper.damaged(row, error))}
+        return {"id": row.id, "request": request, "options": options, "outcome": outcome}
 
     def _unclaim(self, fields: Fields) -> None:
         claimed = self._session.readers.get(check_text(fields.get("reader"), "reader", max_chars=64))
@@ -277,11 +284,6 @@ def _guest(seat: Seat, request: GenerationRequest, options: JobOptions) -> Erran
 
 def _name(session: Session, reader: str) -> str:
     return f"{session.client.hex()}/{reader}"
-
-
-def _claimed_form(row: Row) -> Fields:
-    request, options, outcome = (json.loads(text or "") for text in (row.request, row.options, row.outcome))
-    return {"id": row.id, "request": request, "options": options, "outcome": outcome}
 
 
 def _list(fields: Fields, name: str, limit: int) -> list[Any]:

@@ -46,7 +46,7 @@ class RemoteBackend:
     Errors of the constructor: ConfigError for an address that cannot be, EngineClosedError when nobody is there.
     """
 
-    keeps_jobs = True
+    keeps_jobs = begin_waits = True
 
     def __init__(self, address: str | None = None, keys: str | os.PathLike[str] | None = None) -> None:
         self._owner = os.getpid()
@@ -159,8 +159,14 @@ class RemoteBackend:
             raise
 
     def read(self, claimed: dict[str, Any]) -> tuple[str, GenerationRequest, JobOptions, Completion | Exception]:
-        request = request_of(claimed["request"])
-        return claimed["id"], request, options_of(claimed["options"]), outcome_of(claimed["outcome"], request)
+        if "failure" in claimed:
+            raise error_of(claimed["failure"])
+        try:
+            request = request_of(claimed["request"])
+            return claimed["id"], request, options_of(claimed["options"]), outcome_of(claimed["outcome"], request)
+        except Exception as error:
+            text = f"job {claimed.get('id')!r} cannot be read ({type(error).__name__}: {error}); cancel() forgets it"
+            raise RequestError("damaged", text, "id") from None
 
     def release(self, reader: str) -> None:
         with contextlib.suppress(EngineError):

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coremill.config.engine import EngineConfig
 from coremill.coordinator.attach.desk import Desk
@@ -14,6 +14,9 @@ from coremill.coordinator.local_socket import LocalServer
 from coremill.coordinator.local_socket.keys import ServerKeys
 from coremill.coordinator.queue.backend import QueueBackend
 from coremill.coordinator.view.handlers import watch_handlers
+
+if TYPE_CHECKING:
+    from coremill.native.packer import Progress
 
 
 class Resident:
@@ -23,7 +26,7 @@ class Resident:
         queue: file of a durable queue; None: jobs are kept in memory, as long as this lives.
         keep: see Keeper.
         listen: also at this tcp:// address, for clients whose keys are listed.
-        on_event: see Engine.
+        on_event: see Engine. progress: see resolve_model.
 
     Attributes:
         address, tcp_address: for clients.
@@ -40,10 +43,11 @@ class Resident:
         keep: float | None = None,
         listen: tuple[str, ServerKeys] | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._model, self._begun = model, time.monotonic()
         with ExitStack() as undo:
-            self.backend = QueueBackend(model, config, on_event, queue, keep)
+            self.backend = QueueBackend(model, config, on_event, queue, keep, progress)
             undo.callback(self.backend.close, True)
             self._desk = Desk(self.backend, model)
             undo.callback(self._desk.close)

@@ -254,7 +254,7 @@ class JsonReporter(PlainReporter):
     """One JSON object a line: "time" (seconds since the epoch), "event", and the fields of that event.
 
     stage, plan, progress (coordinator/view/rates.py), worker_started, worker_ready, worker_died, worker_stopped,
-    worker_retired, helper_died, message (a text), summary, profile, error.
+    worker_retired, helper_died, message (a text), summary, profile, error; of `coremill up`: end.
     """
 
     def say(self, text: str) -> None:
@@ -281,7 +281,10 @@ def _bar(share: float) -> str:
 
 def make_reporter(log_format: str = "text") -> PlainReporter:
     """The live view when stderr is a terminal that can redraw, else plain lines; "json": JSON lines in any case."""
-    if log_format == "json":
-        return JsonReporter()
     live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    return LiveReporter() if live else PlainReporter()
+    return LiveReporter() if live and log_format != "json" else line_reporter(log_format)
+
+
+def line_reporter(log_format: str = "text") -> PlainReporter:
+    """Lines, whatever stderr is."""
+    return JsonReporter() if log_format == "json" else PlainReporter()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coremill.config.errors import EngineError
@@ -15,7 +16,7 @@ from coremill.coordinator.python.frames import FrameErrors, FrameMap, FrameT, te
 from coremill.coordinator.python.job import Job
 from coremill.coordinator.python.results import AsyncResults, Hook, enter
 from coremill.coordinator.python.sync import Coordinator
-from coremill.coordinator.python.wake import answer_of
+from coremill.coordinator.python.wake import answer_of, done_on_thread
 
 if TYPE_CHECKING:
     import datetime
@@ -124,9 +125,11 @@ class AsyncCoordinator:
         kept = coordinator._is_kept(id)
         request, checked = coordinator._checked(given, options, id if custom_id is None else custom_id)
         await enter(coordinator._roster, wait)
-        if kept:  # it is written to the disk first
-            return await asyncio.to_thread(coordinator._begin, request, checked, id, kept)
-        return coordinator._begin(request, checked)
+        begin = partial(coordinator._begin, request, checked, id, kept)
+        if not (kept or coordinator._backend.begin_waits):
+            return begin()
+        # When this task is cancelled, nobody will know a job that has no id of the caller's.
+        return await done_on_thread(begin, unwanted=Job.cancel if id is None else None)
 
     def map(
         self,
@@ -241,7 +244,7 @@ class AsyncCoordinator:
 
     async def workers(self, count: int) -> None:
         """As Coordinator.workers."""
-        self.blocking.workers(count)
+        await asyncio.to_thread(self.blocking.workers, count)
 
     async def wait_ready(self, timeout: float | None = None) -> bool:
         """As Coordinator.wait_ready."""

@@ -22,11 +22,13 @@ class Backend(Protocol):
         num_slots: sequences that run at a time, on all workers.
         model_names: what a request may give in `model`.
         keeps_jobs: whether jobs may be kept, by their ids (Keeping in kept.py). is_durable: all jobs of submit() are.
+        begin_waits: begin() waits for another process, also for jobs that are not kept.
         is_own_thread: whether this is called by a thread that the jobs depend on, which must not wait for them.
     """
 
     keeps_jobs: bool
     is_durable: bool
+    begin_waits: bool
 
     @property
     def num_slots(self) -> int: ...

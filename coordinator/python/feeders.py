@@ -14,7 +14,7 @@ from typing import Any
 
 from coremill.config.errors import ConfigError
 from coremill.coordinator.python.flow import Flow
-from coremill.coordinator.python.results import enter
+from coremill.coordinator.python.results import begin_entry, enter
 from coremill.coordinator.python.wake import Wake
 
 
@@ -103,7 +103,7 @@ async def feed_by_task(flow: Flow, rows: AsyncIterable[Any]) -> None:
             except Exception as error:
                 flow.fail(entry, error)
             else:
-                flow.begin(entry)
+                await begin_entry(flow, entry)
     except asyncio.CancelledError:
         flow.end_input(None if flow.closed else EOFError("the event loop that read the rows of a map has ended"))
     except BaseException as error:  # raised again where the results are read

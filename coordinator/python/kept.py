@@ -67,8 +67,7 @@ class KeptJobs:
     _backend: Any
     _roster: Roster
 
-    def _check_owner(self) -> None:
-        raise NotImplementedError
+    _check_owner: Callable[[], None]
 
     @property
     def _keeping(self) -> Keeping:
@@ -199,6 +198,9 @@ class KeptResults(Iterator[Job]):
         self._coordinator._check_owner()
         if not self._claimed and self._close.alive:
             self._claimed.extend(self._backend.claim(self._reader, _AHEAD, timeout))
+            if not self._close.alive:  # by another thread meanwhile
+                self._backend.release(self._reader)
+                self._claimed.clear()
         return bool(self._claimed)
 
     def take(self) -> Job:

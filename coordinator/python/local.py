@@ -65,7 +65,7 @@ class LocalBackend:
             self.engine.start()
             undo.pop_all()
 
-    keeps_jobs = is_durable = False
+    keeps_jobs = is_durable = begin_waits = False
 
     @property
     def num_slots(self) -> int:

@@ -7,12 +7,13 @@ import inspect
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from coremill.config.errors import RequestError
 from coremill.coordinator.python.flow import Entry, Errors, Failure, Flow, Reject, Result, Retry
 from coremill.coordinator.python.roster import Roster
-from coremill.coordinator.python.wake import Wake, answer_of
+from coremill.coordinator.python.wake import Wake, answer_of, done_on_thread
 
 Hook = Callable[[Result], Any]
 
@@ -140,7 +141,7 @@ class AsyncResults(_Results, AsyncIterator[Result | Failure]):
         refusal = self._flow.judge(entry, verdict)
         if refusal is None:
             await enter(self._flow.coordinator._roster)
-            self._flow.begin(entry)
+            await begin_entry(self._flow, entry)
         return refusal
 
     async def aclose(self) -> None:
@@ -151,6 +152,14 @@ class AsyncResults(_Results, AsyncIterator[Result | Failure]):
 
     async def __aexit__(self, *exc: object) -> None:
         self._close()
+
+
+async def begin_entry(flow: Flow, entry: Entry) -> None:
+    """flow.begin(entry), without waiting for another process on this thread."""
+    if flow.coordinator._backend.begin_waits:
+        await done_on_thread(partial(flow.begin, entry))
+    else:
+        flow.begin(entry)
 
 
 async def enter(roster: Roster, wait: bool | float = True) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -31,3 +32,19 @@ class Wake:
 async def answer_of(asked: Future[T]) -> T:
     """The result of a future that threads set, which nobody wants any more when the task is cancelled."""
     return await asyncio.wrap_future(asked)
+
+
+async def done_on_thread(call: Callable[[], T], unwanted: Callable[[T], Any] | None = None) -> T:
+    """call(), which may wait, on a thread. It is done to its end also when the task is cancelled; its result then goes
+    to `unwanted`."""
+    result = asyncio.get_running_loop().run_in_executor(None, call)
+    try:
+        return await asyncio.shield(result)
+    except asyncio.CancelledError:
+
+        def ended(result: asyncio.Future[T]) -> None:
+            if not result.cancelled() and result.exception() is None and unwanted is not None:
+                unwanted(result.result())
+
+        result.add_done_callback(ended)
+        raise

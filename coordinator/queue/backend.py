@@ -23,6 +23,7 @@ from coremill.coordinator.queue.store import Row, Store
 if TYPE_CHECKING:
     from coremill.coordinator.python.job import Completion, Job
     from coremill.coordinator.text.requests import TextRequest
+    from coremill.native.packer import Progress
 
 # How what the tokens of a job depend on is called in front of people.
 _NAMES = {"fingerprint": "the system fingerprint (model, --kv, numerics version)", "seed": "--seed", "ctx": "--ctx"}
@@ -37,6 +38,7 @@ class QueueBackend:
     """
 
     keeps_jobs = True
+    begin_waits = False  # for kept jobs it does, as is_durable and ids say
 
     def __init__(
         self,
@@ -45,8 +47,9 @@ class QueueBackend:
         on_event: Callable[[dict[str, Any]], None] | None,
         queue: str | os.PathLike[str] | None,
         keep: float | None,
+        progress: Progress | None = None,
     ) -> None:
-        """queue: the file, None: in memory. keep: see Keeper.
+        """queue: the file, None: in memory. keep: see Keeper. progress: see resolve_model.
 
         Errors beside those of LocalBackend: QueueFileError when the file cannot be used, ResumeRefusedError when it
         has unfinished jobs that were accepted by an engine with other settings.
@@ -56,7 +59,7 @@ class QueueBackend:
         with contextlib.ExitStack() as undo:
             store = Store(queue)
             undo.callback(store.close)
-            self.fingerprint = _check_about(store, model, config)
+            self.fingerprint = _check_about(store, model, config, progress)
             self.local = LocalBackend(model, config, on_event)
             undo.callback(self.local.close, True)
             self.keeper = Keeper(self.local, store, keep)
@@ -123,7 +126,11 @@ class QueueBackend:
             raise
 
     def read(self, claimed: Row) -> tuple[str, GenerationRequest, JobOptions, Completion | Exception]:
-        return claimed.id, *rules.asked(claimed), rules.outcome(claimed)
+        try:
+            request, options = rules.asked(claimed)
+        except Exception as error:
+            raise self.keeper.damaged(claimed, error) from None
+        return claimed.id, request, options, self.keeper.outcome(claimed)
 
     def release(self, reader: str) -> None:
         self.keeper.release(reader)
@@ -156,13 +163,13 @@ class QueueBackend:
             self.keeper.close(wait and not self.is_own_thread)
 
 
-def _check_about(store: Store, model: str | os.PathLike[str], config: EngineConfig) -> str:
+def _check_about(store: Store, model: str | os.PathLike[str], config: EngineConfig, progress: Progress | None) -> str:
     """Record what the tokens of its jobs depend on; the system fingerprint. ResumeRefusedError when that was something
     else and there are unfinished jobs."""
     from coremill.native.cache import ensure_pack
     from coremill.native.packfile import open_pack
 
-    with open_pack(ensure_pack(model)) as pack:
+    with open_pack(ensure_pack(model, progress=progress)) as pack:
         fingerprint = system_fingerprint(pack.key, config.kv)
         ctx = config.longest_request(pack.spec.context_length)
     now = {"fingerprint": fingerprint, "seed": str(config.seed), "ctx": str(ctx)}

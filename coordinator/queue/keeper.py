@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
-from coremill.config.errors import CoremillError, EngineError, QueueFileError, RequestError
+from coremill.config.errors import CoremillError, EngineError, RequestError
 from coremill.coordinator.queue import rules
 from coremill.coordinator.queue.errand import Errand, Follower, Runner, hand_over
 from coremill.coordinator.queue.forms import outcome_form, to_json
@@ -96,7 +96,7 @@ class Keeper:
     def follow(self, id: str, follower: Callable[[Row], Follower]) -> Future[Follower]:
         """Tell a follower what comes of the job of this id; it is made by the keeper's thread, and the answer.
         RequestError "job_not_found" when there is no such job (any more)."""
-        return self._writer.post(lambda: rules.find(self._store, id), lambda row: self._join(row, follower(row)))
+        return self._writer.post(lambda: rules.find(self._store, id), lambda row: self._join(row, follower))
 
     def unfollow(self, id: str, follower: Follower) -> None:
         """It does not want to know any more."""
@@ -182,11 +182,17 @@ class Keeper:
     def _take_next(self) -> list[Row]:
         if self._writer.failure is not None or self._writer.closing:
             return []
-        room = self._window - len(self._errands.keys() - self._leaving)
+        room = self._window - len(self._errands) + len(self._errands.keys() & self._leaving)
         if room > 0:
             return self._store.begin(room)
-        lowest, highest = min(self._priorities), self._store.highest_waiting()
-        return [] if highest is None or highest <= lowest else self._store.begin(_URGENT, above=lowest)
+        highest = self._store.highest_waiting()
+        if highest is None or highest <= min(self._priorities):
+            return []
+        # As if those of lower priorities were not there: for each priority a window.
+        room = self._window - sum(count for priority, count in self._priorities.items() if priority >= highest)
+        leaving = self._errands.keys() & self._leaving
+        room += sum(self._errands[id].options.priority >= highest for id in leaving)
+        return self._store.begin(min(room, _URGENT), above=highest - 1) if room > 0 else []
 
     # ---- once it is on the disk ----
 
@@ -199,6 +205,8 @@ class Keeper:
         self._leaving.clear()
         self._readers.serve()
         self._tell_idle()
+        if self._writer.failure is not None:  # those who asked in the turn that brought it must hear of it, too
+            self._lost(self._writer.failure)
         if turn.more:
             return 0.0
         deadline = self._store.next_deadline() if self._has_deadlines else None
@@ -212,12 +220,16 @@ class Keeper:
             if order.follower is not None and (row is None or row.state != DONE):
                 self._join_unfinished(order.id, order.follower)
             elif order.follower is not None and row is not None:
-                self._teller.tell(order.follower.finish, self._outcome(row))
+                self._teller.tell(order.follower.finish, self.outcome(row))
         return [row is None for row in rows]
 
-    def _join(self, row: Row, follower: Follower) -> Follower:
+    def _join(self, row: Row, make: Callable[[Row], Follower]) -> Follower:
+        try:
+            follower = make(row)
+        except Exception as error:
+            raise self.damaged(row, error) from None
         if row.state == DONE:
-            self._teller.tell(follower.finish, self._outcome(row))
+            self._teller.tell(follower.finish, self.outcome(row))
         else:
             self._join_unfinished(row.id, follower)
         return follower
@@ -228,11 +240,17 @@ class Keeper:
         if follower.watched:
             self.watch(id, follower)
 
-    def _outcome(self, row: Row) -> Completion | Exception:
+    def outcome(self, row: Row) -> Completion | Exception:
+        """What came of a done job."""
         try:
             return rules.outcome(row)
         except Exception as error:
-            return QueueFileError(f"{self._store.path}: job {row.id!r} cannot be read: {error}")
+            return self.damaged(row, error)
+
+    def damaged(self, row: Row, error: Exception) -> RequestError:
+        """Of a row that holds something else than what has been written."""
+        problem = f"job {row.id!r} cannot be read ({type(error).__name__}: {error}); cancel() forgets it"
+        return RequestError("damaged", f"{self._store.path}: {problem}", "id")
 
     def _begin(self, rows: Sequence[Row]) -> None:
         errands = []
@@ -241,8 +259,7 @@ class Keeper:
                 order = self._orders.get(row.id)
                 request, options = rules.asked(row) if order is None else (order.request, order.options)
             except Exception as error:
-                outcome = RequestError("damaged", f"{self._store.path}: job {row.id!r} cannot be read: {error}")
-                self._over(row.id, row.number, outcome)
+                self._over(row.id, row.number, self.damaged(row, error))
                 continue
             errand = Errand(row.number, row.id, request, options, self._on_end)
             with self._lock:

@@ -76,7 +76,8 @@ class Writer:
         must: bool = False,
         answer: Future[Any] | None = None,
     ) -> Future[Any]:
-        """A task for the next transaction. The answer: what `then` makes of what `work` returned, or its RequestError.
+        """A task for the next transaction. The answer: what `then` makes of what `work` returned, or
+        a RequestError of either.
 
         answer: one that `then` takes care of. must: it is written, or tried again until it is. Otherwise the answer may
         be QueueFileError, and EngineClosedError or EngineError are raised when nothing is taken any more.
@@ -102,12 +103,13 @@ class Writer:
     # ---- the thread ----
 
     def _run(self) -> None:
+        wait, tasks = 0.0, list[_Task]()
         try:
-            wait = 0.0
             while not self.closing:
                 with self._changed:
                     self._changed.wait_for(lambda: self._inbox or self.closing, wait)
-                wait = self._turn(self._take_inbox())
+                tasks = self._take_inbox()
+                wait = self._turn(tasks)
         except BaseException as error:  # a bug: everybody who waits must hear of it
             log.exception("the queue stopped")
             self.failure = EngineError(f"the queue stopped: {type(error).__name__}: {error}")
@@ -115,7 +117,11 @@ class Writer:
         self._turns.end()
         self._write_the_rest()
         self._store.close()
-        self._turns.failed(self.failure or EngineClosedError("the coordinator was closed"))
+        cause = self.failure or EngineClosedError("the coordinator was closed")
+        self._turns.failed(cause)
+        for task in tasks:  # of the last turn; those that come later have been answered by failed()
+            if not task.answer.done():
+                refuse(task.answer, cause)
 
     def _take_inbox(self) -> list[_Task]:
         with self._changed:
@@ -138,7 +144,11 @@ class Writer:
             self._not_written(tasks, error)
             return _RETRY_S
         for task, value in done:
-            answer = task.then(value)
+            try:
+                answer = task.then(value)
+            except RequestError as error:
+                refused.append((task, error))
+                continue
             if not task.later and task.answer.set_running_or_notify_cancel():
                 task.answer.set_result(answer)
         for task, refusal in refused:
@@ -162,7 +172,7 @@ class Writer:
         while tasks := self._take_inbox():
             for task in tasks:
                 if not task.must:
-                    refuse(task.answer, EngineClosedError("the coordinator was closed"))
+                    refuse(task.answer, self.failure or EngineClosedError("the coordinator was closed"))
             rest = [task for task in tasks if task.must]
             try:
                 self._turn(rest)

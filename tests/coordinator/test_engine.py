@@ -289,6 +289,27 @@ def test_closing_does_not_wait_for_stopped_workers(engine):
     assert all(gone(pid) for pid in children)
 
 
+def test_watching_one_that_finishes_meanwhile_leaves_nothing(engine, sim, monkeypatch):
+    run = engine()
+    request, other = rows(sim, 2)
+    future = submit(run, request)
+    assert outcome(future.result(60)) == sim.expected(request)
+
+    class Before(dict):
+        """Whoever looks first is told what was so before the row finished."""
+
+        looked = False
+
+        def __contains__(self, ticket):
+            self.looked, before = True, not self.looked
+            return before or super().__contains__(ticket)
+
+    monkeypatch.setattr(run, "_waiting", Before())
+    run.watch(future.ticket, lambda text: None)
+    assert outcome(submit(run, other).result(60)) == sim.expected(other)
+    assert not run._waiting and not run._watching
+
+
 def test_a_callback_that_raises_is_its_own_affair(engine, sim, caplog):
     run = engine()
 

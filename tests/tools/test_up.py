@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -92,6 +93,23 @@ def test_keys_and_the_network(up, tmp_path):
     assert address.startswith("ipc://") and network.startswith("tcp://127.0.0.1:")
     with Coordinator.attach(network, keys=keys) as c:
         assert c.submit("ab", max_tokens=2).result(60).token_ids
+
+
+def test_what_happens_as_lines_of_json(up):
+    process, (address,) = up("--log-format", "json")
+    with Coordinator.attach(address) as c:
+        (worker, *_) = c.stats()["workers"]
+        os.kill(worker["pid"], signal.SIGKILL)
+        assert c.submit("ab", max_tokens=5).result(60).token_ids
+        c.submit("ab", max_tokens=5, id="a").result(60)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    events = [json.loads(line) for line in errors.splitlines()]
+    assert {"stage", "worker_ready", "worker_died", "end"} <= {event["event"] for event in events}
+    (died,) = (event for event in events if event["event"] == "worker_died")
+    assert (died["worker"], died["pid"]) == (worker["worker"], worker["pid"])
+    (end,) = (event for event in events if event["event"] == "end")
+    assert end.items() >= {"queue": None, "unfinished": 0, "unread": 1}.items()
 
 
 def test_top_sees_it(up):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import threading
 import time
+from collections import Counter
 from concurrent.futures import CancelledError, as_completed
+from contextlib import closing
 
 import msgpack
 import pytest
 import zmq
 
 from coremill.config.errors import ConfigError, EngineClosedError, EngineError, RequestError
-from coremill.coordinator import AsyncCoordinator, Coordinator
+from coremill.coordinator import AsyncCoordinator, Coordinator, Retry
 from coremill.coordinator.attach import VERSION
 from coremill.coordinator.local_socket import LocalClient, running
 from coremill.coordinator.local_socket.wire import MAX_FRAME_BYTES
@@ -108,6 +111,27 @@ def test_ids_and_readers_across_clients(resident, attach):
         one.submit("x", max_tokens=1).acknowledge()
 
 
+def test_a_damaged_row_is_told_and_passed_over(host, attach, tmp_path):
+    file = tmp_path / "jobs.sqlite"
+    there = host(file)
+    c = attach(there.address)
+    c.submit_all([{"id": id, "prompt": [5], "max_tokens": 1} for id in "abc"])
+    c.drain(WAIT)
+    c.close()
+    there.kill()
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        db.execute("UPDATE jobs SET request = 'x' WHERE id = 'a'")
+        db.execute("UPDATE jobs SET outcome = '{}' WHERE id = 'b'")
+    c = attach(host(file).address)
+    results = c.results(timeout=WAIT)
+    for id in "ab":
+        with pytest.raises(RequestError, match=f"job '{id}' cannot be read"):
+            next(results)
+        with pytest.raises(RequestError, match=f"job '{id}' cannot be read"):
+            c.job(id).result(WAIT)
+    assert next(results).id == "c"
+
+
 def test_cancel(resident, attach, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.02")
     c = attach((there := resident(max_active=1)).address)
@@ -197,6 +221,38 @@ def test_under_asyncio(resident):
             await c.drain()
 
     asyncio.run(main())
+
+
+def test_no_loop_waits_for_the_other_process(attach, resident, monkeypatch):
+    c = attach(resident().address)
+    on = []
+
+    def seen(call):
+        return lambda *args: (on.append((call.__name__, threading.current_thread())), call(*args))[1]
+
+    monkeypatch.setattr(c._backend, "begin", seen(c._backend.begin))
+    monkeypatch.setattr(c, "workers", seen(c.workers))
+
+    async def rows():
+        for n in range(3):
+            yield f"text {n}"
+
+    async def main() -> None:
+        asynchronous = AsyncCoordinator.over(c)
+        await (await asynchronous.submit(prompt_ids=[5], max_tokens=1))
+        tries = Counter()
+
+        def hook(result):
+            tries[result.index] += 1
+            if tries[result.index] == 1:
+                raise Retry("once more")
+
+        assert len([result async for result in asynchronous.map(rows(), hook=hook, max_tokens=1)]) == 3
+        await asynchronous.workers(1)
+
+    asyncio.run(main())
+    assert Counter(name for name, _ in on) == {"begin": 7, "workers": 1}
+    assert threading.main_thread() not in [thread for _, thread in on]
 
 
 # ---- finding it ----

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from concurrent.futures import wait
+from contextlib import closing
 
 import pytest
 
@@ -22,7 +24,7 @@ from coremill.coordinator.queue.forms import (
     to_json,
 )
 from coremill.coordinator.queue.keeper import Keeper
-from coremill.coordinator.queue.rules import Order
+from coremill.coordinator.queue.rules import Order, asked
 from coremill.coordinator.queue.store import Store
 
 WAIT = 60
@@ -261,6 +263,67 @@ def test_a_failed_job_is_done_and_a_failed_engine_is_not_its_fault(keeper):
     assert idle.outcome.param == "prompt"
 
 
+def test_who_asks_in_the_turn_in_which_the_engine_fails_is_told(keeper):
+    runner, hold, held = Runner(), threading.Event(), threading.Event()
+    queue, begun, joined = keeper(runner), Follower(), Follower()
+    submit(queue, "a", follower=begun)
+    wait_until(lambda: "a" in runner.begun)
+    # The writer's thread is kept from its next turn until all three of these have come in.
+    queue._writer.post(then=lambda _: (held.set(), hold.wait(WAIT)))
+    assert held.wait(WAIT)
+    runner.begun["a"].finish(EngineError("no workers left"))
+    accepted = queue.submit([Order("b", ask("b"), JobOptions(), joined)])
+    idle = queue.idle()
+    hold.set()
+    assert accepted.result(WAIT) == [True]
+    assert isinstance(begun.outcome, EngineError) and isinstance(joined.outcome, EngineError)
+    with pytest.raises(EngineError, match="no workers left"):
+        idle.result(WAIT)
+
+
+def test_a_damaged_row_is_its_own_error(keeper, tmp_path):
+    queue = keeper(Runner(at_once=True))
+    submit(queue, "a", "b", "c", "d")
+    queue.idle().result(WAIT)
+    queue.close(True)
+    with closing(sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE jobs SET outcome = '{' WHERE id = 'a'")
+        db.execute("UPDATE jobs SET request = '{}' WHERE id = 'b'")
+        db.execute("UPDATE jobs SET request = '{}', state = 0, outcome = NULL, place = NULL WHERE id = 'c'")
+    queue = keeper(Runner(at_once=True))
+    told = Follower()
+    queue.follow("a", lambda row: told).result(WAIT)
+    assert told.outcome.code == "damaged"
+    with pytest.raises(RequestError, match=r"job 'b' cannot be read \(") as error:
+        queue.follow("b", asked).result(WAIT)
+    assert error.value.code == "damaged"
+    queue.idle().result(WAIT)
+    queue.follow("c", lambda row: told).result(WAIT)
+    wait_until(lambda: len(told.outcomes) == 2)
+    assert told.outcomes[1].code == "damaged"
+    for id in "ab":
+        queue.cancel(id).result(WAIT)
+    assert queue.stats() == {"waiting": 0, "begun": 0, "done": 2}
+    submit(queue, "e")
+    queue.idle().result(WAIT)
+
+
+def test_a_bug_in_the_queue_is_told_to_all_who_wait(keeper, caplog):
+    queue, hold, held = keeper(Runner()), threading.Event(), threading.Event()
+    queue._writer.post(then=lambda _: (held.set(), hold.wait(WAIT)))
+    assert held.wait(WAIT)
+    first = queue.caught_up()
+    before = [queue.idle(), queue.claim("reader", 1)]  # taken, but not answered yet
+    wrong = queue._writer.post(then=lambda _: 1 / 0)
+    after = [queue.caught_up(), queue.idle(), queue.claim("other", 1), queue.follow("a", asked)]
+    hold.set()
+    assert first.result(WAIT) is None
+    for answer in (*before, wrong, *after):
+        with pytest.raises(EngineError):
+            answer.result(WAIT)
+    assert "ZeroDivisionError" in str(wrong.exception())
+
+
 def test_a_runner_that_takes_nothing(keeper):
     class Refusing(Runner):
         def begin(self, jobs):
@@ -321,6 +384,28 @@ def test_a_window_of_jobs_and_the_urgent_ones_beyond_it(keeper):
     wait_until(lambda: "later" in runner.begun)
     runner.end("later")
     queue.idle().result(WAIT)
+
+
+def test_urgent_jobs_have_a_window_too(keeper):
+    runner = Runner()
+    queue = keeper(runner, window=3)
+    submit(queue, *(f"job {n}" for n in range(4)))
+    submit(queue, *(f"urgent {n}" for n in range(8)), priority=1)
+    for _ in range(3):  # a turn each
+        queue.caught_up().result(WAIT)
+    assert len(runner.begun) == 6
+    submit(queue, "most urgent", priority=2)
+    wait_until(lambda: "most urgent" in runner.begun)
+    runner.end("urgent 0")
+    for _ in range(3):
+        queue.caught_up().result(WAIT)
+    assert len(runner.begun) == 7
+    # Their ends come in one turn, which begins others in their places.
+    queue._writer.post(then=lambda _: (runner.end("urgent 1"), runner.end("urgent 2")))
+    wait_until(lambda: "urgent 4" in runner.begun)
+    for _ in range(3):
+        queue.caught_up().result(WAIT)
+    assert len(runner.begun) == 9
 
 
 def test_deadlines_while_it_waits_in_the_file(keeper):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -179,6 +181,34 @@ def test_readers(queue):
     assert [job.id for job in new] == ["later"]
 
 
+def test_a_reader_passes_over_a_damaged_row(queue, tmp_path):
+    with queue() as c:
+        c.submit_all([{"id": id, "prompt": [5], "max_tokens": 1} for id in "abc"])
+        c.drain(WAIT)
+    with closing(sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE jobs SET request = 'x' WHERE id = 'b'")
+        db.execute("UPDATE jobs SET outcome = '{}' WHERE id = 'c'")
+    c = queue()
+    with c.results(timeout=0) as results:
+        assert next(results).id == "a"
+        with pytest.raises(RequestError, match="job 'b' cannot be read"):
+            next(results)
+        with pytest.raises(RequestError, match="job 'c' cannot be read"):
+            next(results).result(0)
+    c.acknowledge("b")
+
+
+def test_what_a_reader_is_given_once_it_is_closed_goes_to_others(queue, monkeypatch):
+    c = queue()
+    c.submit("ab", max_tokens=1, id="a").result(WAIT)
+    results, claim = c.results(), c._backend.claim
+    with monkeypatch.context() as patch:
+        patch.setattr(c._backend, "claim", lambda *args: (results.close(), claim(*args))[1])
+        assert not results.fetch(WAIT)
+    with c.results(timeout=WAIT) as others:
+        assert next(others).id == "a"
+
+
 def test_rows_of_map_are_not_kept(queue):
     c = queue()
     assert len(list(c.map([f"text {n}" for n in range(20)], max_tokens=2))) == 20
@@ -205,6 +235,35 @@ def test_under_asyncio(coordinator, queue):
         assert [job async for job in asynchronous.results(timeout=0.01)] == []
 
     asyncio.run(main())
+
+
+def test_a_submit_that_is_given_up_costs_no_place(queue, monkeypatch):
+    """Cancelled before its thread has begun, or while that waits for the disk: it runs to its end, unless nobody could
+    ask for it."""
+    c = queue(max_queue=3)
+    writing, go = threading.Event(), threading.Event()
+    begin = c._backend.begin
+    monkeypatch.setattr(c._backend, "begin", lambda jobs: (writing.set(), go.wait(WAIT), begin(jobs)))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        asynchronous = AsyncCoordinator.over(c)
+        submits = [asynchronous.submit(prompt_ids=[5], max_tokens=1, id=id) for id in ("a", "b", None)]
+        tasks = [asyncio.create_task(submit) for submit in submits]
+        assert await loop.run_in_executor(ThreadPoolExecutor(1), writing.wait, WAIT)
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == 3 * [asyncio.CancelledError]
+        go.set()
+        await loop.run_in_executor(None, lambda: None)  # after those three
+        await asynchronous.drain()
+
+    asyncio.run(main())
+    assert c._roster.num_unfinished == 0
+    assert [c.job(id).result(WAIT).usage.completion_tokens for id in "ab"] == [1, 1]
+    assert c.stats()["queue"]["kept"]["done"] == 2
 
 
 def test_a_queue_is_refused_by_another_engine_unless_nothing_is_unfinished(queue, monkeypatch):
