@@ -174,4 +174,4 @@ def _with_bias(matrix: MatrixRule) -> list[Rule]:
     return [matrix, VectorRule(f"{matrix.name}.bias", sources, optional=True, matrix=matrix)]
 
 
-_ARCHITECTURES: dict[str, Callable[[ModelSpec], Iterator[Rule]]] = {"llama": _llama}
+_ARCHITECTURES: dict[str, Callable[[ModelSpec], Iterator[Rule]]] = {"llama": _llama, "qwen2": _llama}

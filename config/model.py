@@ -230,7 +230,7 @@ def _gguf_llama(keys: Keys, tensors: Mapping[str, TensorShape]) -> ModelSpec:
         vocab_size=_vocab_size(keys, tensors),
         context_length=context,
         norm_eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
-        rope=_rope(keys, head_dim, context, tensors),
+        rope=_rope(keys, _PAIRINGS[keys.architecture], head_dim, context, tensors),
         tied_output="output.weight" not in tensors,
     )
 
@@ -275,7 +275,7 @@ def _vocab_size(keys: Keys, tensors: Mapping[str, TensorShape]) -> int:
     return vocab
 
 
-def _rope(keys: Keys, head_dim: int, context: int, tensors: Mapping[str, TensorShape]) -> RopeSpec:
+def _rope(keys: Keys, pairing: str, head_dim: int, context: int, tensors: Mapping[str, TensorShape]) -> RopeSpec:
     dim = keys.integer("rope.dimension_count", 2, head_dim, default=head_dim)
     if dim % 2:
         raise UnsupportedModelError(f"{keys.full('rope.dimension_count')} is {dim}, not an even number")
@@ -297,7 +297,7 @@ def _rope(keys: Keys, head_dim: int, context: int, tensors: Mapping[str, TensorS
             )
         scaling = "llama3"
     return RopeSpec(
-        pairing="norm",
+        pairing=pairing,
         dim=dim,
         theta=keys.number("rope.freq_base", 1.0, 1e12, 10000.0),
         scaling=scaling,
@@ -317,7 +317,10 @@ def _text(metadata: Mapping[str, Any], key: str) -> str | None:
     return value or None
 
 
-_ARCHITECTURES = {"llama": _gguf_llama}
+# Which elements of a head rotate together. Converters reorder the rows of llama files for "norm", no others.
+_PAIRINGS = {"llama": "norm", "qwen2": "neox"}
+
+_ARCHITECTURES = {"llama": _gguf_llama, "qwen2": _gguf_llama}
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),

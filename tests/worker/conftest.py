@@ -18,7 +18,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True)
 class Tiny:
-    """Shape of a random llama model. Odd sizes on purpose: widths and heads off the panel grid."""
+    """Shape of a random model. Odd sizes on purpose: widths and heads off the panel grid."""
 
     hidden: int = 40
     heads: int = 6
@@ -31,8 +31,9 @@ class Tiny:
     bias: bool = False
     rope_dim: int = 20
     theta: float = 10000.0
-    rope: tuple = ()  # further keys and values of `llama.rope.*`
+    rope: tuple = ()  # further keys and values of `rope.*`
     factors: tuple = ()
+    architecture: str = "llama"
     seed: int = 1
 
 
@@ -77,7 +78,7 @@ def _tensors(s: Tiny) -> dict[str, np.ndarray]:
 def _write_gguf(path: Path, s: Tiny, tensors: dict[str, np.ndarray]) -> None:
     import gguf
 
-    w = gguf.GGUFWriter(path, "llama")
+    w = gguf.GGUFWriter(path, s.architecture)
     w.add_block_count(s.layers)
     w.add_embedding_length(s.hidden)
     w.add_feed_forward_length(s.ffn)
@@ -91,7 +92,7 @@ def _write_gguf(path: Path, s: Tiny, tensors: dict[str, np.ndarray]) -> None:
     w.add_rope_freq_base(s.theta)
     for key, value in s.rope:
         add = {str: w.add_string, float: w.add_float32, int: w.add_uint32}[type(value)]
-        add(f"llama.rope.{key}", value)
+        add(f"{s.architecture}.rope.{key}", value)
     w.add_tokenizer_model("gpt2")
     w.add_token_list([chr(ord("0") + i) for i in range(s.vocab)])
     w.add_token_types([1] * s.vocab)
@@ -140,9 +141,11 @@ def reference_logits(model: TinyModel, tokens: list[int], angles: np.ndarray, ma
 
     def rotate(x: np.ndarray) -> np.ndarray:  # [tokens][heads][head_dim]
         x, c, sn = x.copy(), np.cos(angles)[:, None] * magnitude, np.sin(angles)[:, None] * magnitude
-        even, odd = x[..., 0 : s.rope_dim : 2].copy(), x[..., 1 : s.rope_dim : 2].copy()
-        x[..., 0 : s.rope_dim : 2] = even * c - odd * sn
-        x[..., 1 : s.rope_dim : 2] = even * sn + odd * c
+        first, second = slice(0, s.rope_dim, 2), slice(1, s.rope_dim, 2)
+        if s.architecture != "llama":
+            first, second = slice(0, s.rope_dim // 2), slice(s.rope_dim // 2, s.rope_dim)
+        a, b = x[..., first].copy(), x[..., second].copy()
+        x[..., first], x[..., second] = a * c - b * sn, a * sn + b * c
         return x
 
     n = len(tokens)

@@ -29,6 +29,8 @@ def assert_close(ours: np.ndarray, reference: np.ndarray) -> None:
         {"bias": True},
         {"kv_heads": 6, "head_dim": 16, "rope_dim": 16},
         {"kv_heads": 1, "head_dim": 64, "rope_dim": 32, "hidden": 64, "ffn": 96},
+        {"architecture": "qwen2", "bias": True},
+        {"architecture": "qwen2", "head_dim": 32, "rope_dim": 32, "tied": True},
         {"layers": 1, "heads": 1, "kv_heads": 1, "vocab": 16, "head_dim": 8, "rope_dim": 8},
     ],
     ids=lambda changes: ",".join(changes) or "plain",

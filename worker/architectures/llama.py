@@ -4,6 +4,8 @@ x = embed(tokens)
 each layer:  x += attn_output * attention(rope(attn_qkv * norm(x)))
              x += ffn_down * (silu(gate * norm(x)) * (up * norm(x)))
 logits = output * norm(x), for rows after which a token is sampled
+
+qwen2 is the same with biases on q, k and v and another pairing of rotated elements; both come with the pack.
 """
 
 from __future__ import annotations
