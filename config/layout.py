@@ -7,7 +7,7 @@ turn, so that a gate panel and its up panel are neighbours. A bias is padded and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,9 +95,7 @@ def all_rules(spec: ModelSpec) -> Iterator[Rule]:
 
     One at a time: a description may claim thousands of layers that its file does not have.
     """
-    if spec.architecture not in _ARCHITECTURES:
-        raise UnsupportedModelError(f"architecture '{spec.architecture}' is not supported")
-    return _ARCHITECTURES[spec.architecture](spec)
+    return _llama(spec)
 
 
 def layout(spec: ModelSpec, tensors: Mapping[str, TensorShape]) -> list[Rule]:
@@ -154,7 +152,12 @@ def _llama(spec: ModelSpec) -> Iterator[Rule]:
         output = Part(f"{blk}.attn_output.weight", hidden)
         yield VectorRule(f"{blk}.attn_norm", (norm,))
         yield from _with_bias(MatrixRule(f"{blk}.attn_qkv", hidden, (q, k, v)))
+        if spec.head_norms:
+            for name in ("attn_q_norm", "attn_k_norm"):
+                yield VectorRule(f"{blk}.{name}", (Part(f"{blk}.{name}.weight", spec.head_dim),))
         yield from _with_bias(MatrixRule(f"{blk}.attn_output", q_rows, (output,)))
+        if spec.branch_norms:
+            yield VectorRule(f"{blk}.attn_branch_norm", (Part(f"{blk}.post_attention_norm.weight", hidden),))
 
         norm = Part(f"{blk}.ffn_norm.weight", hidden)
         gate, up = (Part(f"{blk}.ffn_{name}.weight", spec.ffn_size) for name in ("gate", "up"))
@@ -162,6 +165,8 @@ def _llama(spec: ModelSpec) -> Iterator[Rule]:
         yield VectorRule(f"{blk}.ffn_norm", (norm,))
         yield from _with_bias(MatrixRule(f"{blk}.ffn_gate_up", hidden, (gate, up), "interleave"))
         yield from _with_bias(MatrixRule(f"{blk}.ffn_down", spec.ffn_size, (down,)))
+        if spec.branch_norms:
+            yield VectorRule(f"{blk}.ffn_branch_norm", (Part(f"{blk}.post_ffw_norm.weight", hidden),))
     yield VectorRule("output_norm", (Part("output_norm.weight", hidden),))
     if not spec.tied_output:
         yield from _with_bias(MatrixRule("output", hidden, (Part("output.weight", spec.vocab_size),)))
@@ -172,6 +177,3 @@ def _llama(spec: ModelSpec) -> Iterator[Rule]:
 def _with_bias(matrix: MatrixRule) -> list[Rule]:
     sources = tuple(Part(p.source.removesuffix(".weight") + ".bias", p.rows) for p in matrix.parts)
     return [matrix, VectorRule(f"{matrix.name}.bias", sources, optional=True, matrix=matrix)]
-
-
-_ARCHITECTURES: dict[str, Callable[[ModelSpec], Iterator[Rule]]] = {"llama": _llama, "qwen2": _llama}

@@ -75,6 +75,14 @@ class ModelSpec:
     """One decoder-only model. All sizes are in elements; `norm_eps` belongs under the square root.
 
     Every instance is consistent: sizes are positive and bounded, heads divide evenly over KV heads.
+
+    Attributes:
+        activation: of the gate in feed-forward: "silu", or "gelu" (by tanh).
+        head_norms: queries and keys are normalised, head by head, before they are rotated.
+        branch_norms: what attention and feed-forward give is normalised before it is added.
+        sliding_window: positions that a row of a local layer sees, its own included; 0: there are no local layers.
+        global_every: every so manieth layer is global, the others are local; 0: all are local, if there is a window.
+        local_theta: base of the rotary frequencies of local layers, which know no scaling; 0.0: as in global ones.
     """
 
     architecture: str
@@ -92,6 +100,12 @@ class ModelSpec:
     rope: RopeSpec
     tied_output: bool
     embedding_scale: float = 1.0
+    activation: str = "silu"
+    head_norms: bool = False
+    branch_norms: bool = False
+    sliding_window: int = 0
+    global_every: int = 0
+    local_theta: float = 0.0
 
     def __post_init__(self) -> None:
         limits = {
@@ -111,6 +125,19 @@ class ModelSpec:
         _require(self.rope.dim <= self.head_dim, "rope.dim", self.rope.dim)
         _require(math.isfinite(self.norm_eps) and 0 <= self.norm_eps <= 1, "norm_eps", self.norm_eps)
         _require(math.isfinite(self.embedding_scale), "embedding_scale", self.embedding_scale)
+        _require(self.activation in ("silu", "gelu"), "activation", self.activation)
+        _require(0 <= self.sliding_window <= MAX_CONTEXT, "sliding_window", self.sliding_window)
+        _require(0 <= self.global_every <= MAX_LAYERS, "global_every", self.global_every)
+        _require(self.local_theta == 0 or 1 <= self.local_theta <= 1e12, "local_theta", self.local_theta)
+
+    @property
+    def local_rope(self) -> RopeSpec | None:
+        """Rotary positions of local layers, where they differ from those of the others."""
+        return RopeSpec(self.rope.pairing, self.rope.dim, self.local_theta) if self.local_theta else None
+
+    def is_local(self, layer: int) -> bool:
+        """Whether rows of this layer see `sliding_window` positions only."""
+        return self.sliding_window > 0 and not (self.global_every and (layer + 1) % self.global_every == 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for msgpack and JSON."""
@@ -134,11 +161,10 @@ class ModelSpec:
         if not isinstance(architecture, str):
             found = "missing" if architecture is None else shown(architecture)
             raise UnsupportedModelError(f"general.architecture is {found}: this is not a language model file")
-        reader = _ARCHITECTURES.get(architecture)
-        if reader is None:
-            known = ", ".join(sorted(_ARCHITECTURES))
+        if architecture not in _FAMILIES:
+            known = ", ".join(sorted(_FAMILIES))
             raise UnsupportedModelError(f"general.architecture '{architecture}' is not supported; supported: {known}")
-        return reader(Keys(metadata, architecture), tensors)
+        return _from_keys(Keys(metadata, architecture), tensors)
 
 
 def _refuse_other_files(metadata: Mapping[str, Any]) -> None:
@@ -190,13 +216,6 @@ def _refuse_unknown_operations(keys: Keys) -> None:
         if value != neutral and value != 0:
             what = "a mixture of experts" if key == "expert_count" else "this"
             raise UnsupportedModelError(f"{keys.full(key)} is {value!r}: {what} is not supported")
-    window = keys.integer("attention.sliding_window", 0, 2**64 - 1, default=0)
-    context = keys.integer("context_length", 1, MAX_CONTEXT)
-    if 0 < window < context:
-        raise UnsupportedModelError(
-            f"{keys.full('attention.sliding_window')} is {window}, less than the context of {context}: "
-            "sliding windows are not supported"
-        )
     order = keys.get("tensor_data_layout")
     if order not in (None, *_ROW_ORDERS):
         raise UnsupportedModelError(f"{keys.full('tensor_data_layout')} is {shown(order)}, which is not supported")
@@ -204,7 +223,7 @@ def _refuse_unknown_operations(keys: Keys) -> None:
         raise UnsupportedModelError(f"{keys.full('attention.causal')} is false: only causal models generate text")
 
 
-def _gguf_llama(keys: Keys, tensors: Mapping[str, TensorShape]) -> ModelSpec:
+def _from_keys(keys: Keys, tensors: Mapping[str, TensorShape]) -> ModelSpec:
     _refuse_unknown_operations(keys)
     hidden = keys.integer("embedding_length", 1, MAX_WIDTH)
     heads = keys.integer("attention.head_count", 1, MAX_WIDTH)
@@ -232,7 +251,33 @@ def _gguf_llama(keys: Keys, tensors: Mapping[str, TensorShape]) -> ModelSpec:
         norm_eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
         rope=_rope(keys, _PAIRINGS[keys.architecture], head_dim, context, tensors),
         tied_output="output.weight" not in tensors,
+        **_FAMILIES[keys.architecture](keys, hidden, context),
     )
+
+
+def _llama_family(keys: Keys, hidden: int, context: int) -> dict[str, Any]:
+    return {"sliding_window": _window(keys, context)}
+
+
+def _qwen3_family(keys: Keys, hidden: int, context: int) -> dict[str, Any]:
+    return {"sliding_window": _window(keys, context), "head_norms": True}
+
+
+def _gemma_family(keys: Keys, hidden: int, context: int) -> dict[str, Any]:
+    return {"embedding_scale": math.sqrt(hidden), "activation": "gelu"}
+
+
+def _gemma3_family(keys: Keys, hidden: int, context: int) -> dict[str, Any]:
+    """Five layers of six are local; files say neither that nor the base of their positions, as all models have it."""
+    window = keys.integer("attention.sliding_window", 1, MAX_CONTEXT)
+    local = {"sliding_window": window, "global_every": 6, "local_theta": 10000.0} if window < context else {}
+    return _gemma_family(keys, hidden, context) | local | {"head_norms": True, "branch_norms": True}
+
+
+def _window(keys: Keys, context: int) -> int:
+    """Of all layers; 0 when it hides nothing."""
+    window = keys.integer("attention.sliding_window", 0, 2**64 - 1, default=0)
+    return window if window < context else 0
 
 
 def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
@@ -317,10 +362,15 @@ def _text(metadata: Mapping[str, Any], key: str) -> str | None:
     return value or None
 
 
+_FAMILIES = {
+    "llama": _llama_family,
+    "qwen2": _llama_family,
+    "qwen3": _qwen3_family,
+    "gemma": _gemma_family,
+    "gemma3": _gemma3_family,
+}
 # Which elements of a head rotate together. Converters reorder the rows of llama files for "norm", no others.
-_PAIRINGS = {"llama": "norm", "qwen2": "neox"}
-
-_ARCHITECTURES = {"llama": _gguf_llama, "qwen2": _gguf_llama}
+_PAIRINGS = {architecture: "norm" if architecture == "llama" else "neox" for architecture in _FAMILIES}
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),

@@ -35,7 +35,7 @@ from coremill.native.token_bytes import TokenBytes
 
 MAGIC = b"CMPACK\r\n"
 # Raise when the bytes of a pack change meaning: old packs then miss in the cache and are made anew.
-PACK_VERSION = 1
+PACK_VERSION = 2
 HEADER_BYTES = 4096
 SECTION_ALIGN = 4096
 TENSOR_ALIGN = 4096

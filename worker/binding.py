@@ -183,15 +183,20 @@ def _op(lib: Any, op: Op, buffers: dict[str, int], matrices: dict[str, int], vec
         "column": op.columns,
         "heads": op.heads,
         "factor": op.factor,
+        "rope": op.rope,
+        "window": op.window,
     }
 
 
 def _set_rope(ffi: Any, config: Any, keep: list[Any], pack: PackFile) -> None:
-    rope, factors = pack.spec.rope, None
+    rope, local, factors = pack.spec.rope, pack.spec.local_rope, None
     if rope.has_factors:
         vector = pack.vectors["rope_factors"]
         factors = pack.data(vector.offset, 4 * vector.length).cast("f").tolist()
     config.rope_dim = rope.dim
     config.rope_pairing = {"norm": 0, "neox": 1}[rope.pairing]
-    config.inv_freq = _array(ffi, keep, "double[]", inverse_frequencies(rope, factors))
-    config.rope_magnitude = magnitude(rope)
+    config.inv_freq = [
+        _array(ffi, keep, "double[]", inverse_frequencies(rope, factors)),
+        _array(ffi, keep, "double[]", inverse_frequencies(local)) if local else ffi.NULL,
+    ]
+    config.rope_magnitude = [magnitude(rope), magnitude(local) if local else 1.0]

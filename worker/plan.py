@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 TOKENS, OUTPUTS = "tokens", "outputs"
 ROWS, ACT = "rows", "act"
 
+_EPILOGUES = {"add": "residual", "silu_glu": "silu(gate) * up", "gelu_glu": "gelu(gate) * up"}
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
@@ -34,9 +36,10 @@ class Op:
         kind: lower-case name of the CM_OP_ number.
         dst, src: buffer names.
         matrix, bias, vector: packed names.
-        epilogue: "store", "add" or "silu_glu".
+        epilogue: "store", "add", "silu_glu" or "gelu_glu".
         columns, heads: parts of a fused row and the heads in each.
         factor: epsilon of a norm, scale of attention scores or embeddings.
+        rope: table of rotary positions, 0 or 1. window: positions that attention sees, 0 for all.
     """
 
     label: str
@@ -51,6 +54,8 @@ class Op:
     columns: tuple[int, int] = (0, 0)
     heads: tuple[int, int] = (0, 0)
     factor: float = 1.0
+    rope: int = 0
+    window: int = 0
 
     @property
     def detail(self) -> str:
@@ -59,9 +64,13 @@ class Op:
         if self.bias:
             parts.append(f"+ {self.bias}")
         if self.epilogue != "store":
-            parts.append({"add": "residual", "silu_glu": "silu(gate) * up"}[self.epilogue])
+            parts.append(_EPILOGUES[self.epilogue])
         if any(self.heads):
             parts.append(f"heads {'+'.join(str(h) for h in self.heads if h)}")
+        if self.rope:
+            parts.append("local positions")
+        if self.window:
+            parts.append(f"window {self.window}")
         return ", ".join(parts)
 
 

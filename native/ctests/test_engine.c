@@ -122,7 +122,7 @@ static cm_engine *make_engine(uint8_t *arena, size_t arena_len, int kv_type, int
         .num_matrices = NUM_MATRICES, .num_vectors = 2, .vocab_size = VOCAB, .max_positions = 128,
         .max_step_tokens = MAX_ROWS, .max_sequences = MAX_SEQS, .all_logits = 1, .arena = arena,
         .arena_len = arena_len, .kv_type = kv_type, .num_blocks = BLOCKS, .num_layers = 1, .num_kv_heads = KV_HEADS,
-        .head_dim = HEAD_DIM, .rope_dim = HEAD_DIM, .inv_freq = inv_freq, .rope_magnitude = 1, .threads = threads,
+        .head_dim = HEAD_DIM, .rope_dim = HEAD_DIM, .inv_freq = {inv_freq}, .rope_magnitude = {1}, .threads = threads,
         .progress = progress, .profile = 1,
     };
     char err[200];

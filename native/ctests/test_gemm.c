@@ -59,9 +59,13 @@ static void free_problem(problem *p) {
 }
 
 /* Everything a call writes, one after another. */
+static int is_glu(int epilogue) {
+    return epilogue == CM_EPI_SILU_GLU || epilogue == CM_EPI_GELU_GLU;
+}
+
 static uint8_t *run(const cm_kernels *kernels, const problem *p, int epilogue, size_t *len) {
     size_t k = (size_t)p->k, tokens = (size_t)p->num_tokens, groups = (tokens + 3) / 4;
-    size_t width = (size_t)p->num_panels * (epilogue == CM_EPI_SILU_GLU ? 8 : 16), integers = k % 32 == 0;
+    size_t width = (size_t)p->num_panels * (is_glu(epilogue) ? 8 : 16), integers = k % 32 == 0;
     cm_act x = {.k = p->k, .num_tokens = p->num_tokens};
     x.q = block(integers * groups * k * 4);
     x.blocks = block(integers * groups * (k / 32) * sizeof *x.blocks);
@@ -107,7 +111,7 @@ static uint8_t *run(const cm_kernels *kernels, const problem *p, int epilogue, s
 
 static void compare(const problem *p) {
     for (int epilogue = CM_EPI_STORE; epilogue <= CM_EPI_ARGMAX; epilogue++) {
-        if (epilogue == CM_EPI_SILU_GLU && p->num_panels % 2)
+        if (is_glu(epilogue) && p->num_panels % 2)
             continue;
         size_t len;
         uint8_t *expected = run(&cm_kernels_scalar, p, epilogue, &len);

@@ -1,4 +1,4 @@
-/* exp2, exp and SiLU over 16 lanes: one source for every instruction set.
+/* exp2, exp, SiLU and GELU over 16 lanes: one source for every instruction set.
  *
  * Included at the end of each v16_*.h. Every step is one correctly rounded operation, and no operation may be
  * contracted or reordered, so the lanes hold the same bits wherever this is compiled. Nothing here calls libm.
@@ -56,6 +56,12 @@ V16_INLINE v16 v16_exp(v16 x) {
 /* x / (1 + e**-x) */
 V16_INLINE v16 v16_silu(v16 x) {
     return v16_div(x, v16_add(v16_set1(1.0f), v16_exp(v16_sub(v16_zero(), x))));
+}
+
+/* GELU by tanh, x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x / (1 + e**-2u). */
+V16_INLINE v16 v16_gelu(v16 x) {
+    v16 slope = v16_fma(v16_mul(x, x), v16_set1(-0x1.2444f2p-4f), v16_set1(-0x1.988454p+0f));
+    return v16_div(x, v16_add(v16_set1(1.0f), v16_exp(v16_mul(x, slope))));
 }
 
 #endif

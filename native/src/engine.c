@@ -41,8 +41,10 @@ static size_t place(cm_engine *e, uint8_t *base) {
     size_t half = (size_t)e->rope_dim / 2;
     for (int i = 0; i < e->num_buffers; i++)
         place_buffer(&e->buffers[i], base, &at);
-    e->cos = cm_take(base, &at, rows * half * sizeof(float));
-    e->sin = cm_take(base, &at, rows * half * sizeof(float));
+    for (int i = 0; i < 2 && e->inv_freq[i]; i++) {
+        e->cos[i] = cm_take(base, &at, rows * half * sizeof(float));
+        e->sin[i] = cm_take(base, &at, rows * half * sizeof(float));
+    }
     e->output_row = cm_take(base, &at, outputs * sizeof(int32_t));
     e->sample_seq = cm_take(base, &at, (size_t)e->max_sequences * sizeof(int32_t));
     e->sample_output = cm_take(base, &at, (size_t)e->max_sequences * sizeof(int32_t));
@@ -104,7 +106,7 @@ static void set_numbers(cm_engine *e, const cm_engine_config *c) {
     e->num_blocks = c->num_blocks;
     e->rope_dim = c->rope_dim;
     e->rope_pairing = c->rope_pairing;
-    e->rope_magnitude = c->rope_magnitude;
+    memcpy(e->rope_magnitude, c->rope_magnitude, sizeof e->rope_magnitude);
     e->kv.arena = c->arena;
     e->kv.num_layers = c->num_layers;
     e->kv.num_kv_heads = c->num_kv_heads;
@@ -121,7 +123,8 @@ static void set_numbers(cm_engine *e, const cm_engine_config *c) {
 static int set_tables(cm_engine *e, const cm_engine_config *c) {
     e->ops = copy_of(c->ops, (size_t)c->num_ops * sizeof(cm_op));
     e->vectors = copy_of(c->vectors, (size_t)c->num_vectors * sizeof(cm_vector_ref));
-    e->inv_freq = copy_of(c->inv_freq, (size_t)c->rope_dim / 2 * sizeof(double));
+    for (int i = 0; i < 2 && c->inv_freq[i]; i++)
+        e->inv_freq[i] = copy_of(c->inv_freq[i], (size_t)c->rope_dim / 2 * sizeof(double));
     e->of_thread = calloc((size_t)c->threads, sizeof(cm_thread_scratch));
     e->barrier_after = calloc((size_t)c->num_ops, 1);
     e->buffers = calloc((size_t)c->num_buffers, sizeof(cm_engine_buffer));
@@ -130,7 +133,7 @@ static int set_tables(cm_engine *e, const cm_engine_config *c) {
         e->op_seconds = calloc((size_t)c->num_ops, sizeof(double));
         e->op_calls = calloc((size_t)c->num_ops, sizeof(uint64_t));
     }
-    if (!e->ops || !e->vectors || !e->inv_freq || !e->of_thread || !e->barrier_after || !e->buffers || !e->matrices ||
+    if (!e->ops || !e->vectors || !e->inv_freq[0] || (c->inv_freq[1] && !e->inv_freq[1]) || !e->of_thread || !e->barrier_after || !e->buffers || !e->matrices ||
         (c->profile && (!e->op_seconds || !e->op_calls)))
         return -1;
     for (int i = 0; i < c->num_buffers; i++) {
@@ -203,7 +206,8 @@ void cm_engine_destroy(cm_engine *e) {
     cm_threads_free(e);
     free(e->ops);
     free(e->vectors);
-    free(e->inv_freq);
+    free(e->inv_freq[0]);
+    free(e->inv_freq[1]);
     free(e->barrier_after);
     free(e->buffers);
     free(e->matrices);

@@ -51,13 +51,13 @@ struct cm_engine {
 
     cm_kv kv;
     int rope_dim, rope_pairing;
-    double rope_magnitude;
-    double *inv_freq; /* [rope_dim / 2] */
+    double rope_magnitude[2];
+    double *inv_freq[2]; /* [rope_dim / 2], the second perhaps NULL */
 
     /* Scratch: one anonymous mapping, laid out once. T: max_step_tokens, O: max_outputs, S: max_sequences. */
     uint8_t *scratch;
     size_t scratch_len;
-    float *cos, *sin;         /* [T][rope_dim / 2] */
+    float *cos[2], *sin[2];   /* [T][rope_dim / 2], for each inv_freq */
     int32_t *output_row;      /* [O] row of the step that each output comes from */
     int32_t *sample_seq;      /* [S] sequence of each sample */
     int32_t *sample_output;   /* [S] its output */

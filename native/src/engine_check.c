@@ -119,7 +119,7 @@ static int check_heads(const check *k, const cm_op *op, const cm_buffer *b, int 
 
 static int check_matrix_op(const check *k, const cm_op *op) {
     const cm_engine_config *c = k->c;
-    int head = op->kind == CM_OP_HEAD, glu = !head && op->epilogue == CM_GEMM_SILU_GLU;
+    int head = op->kind == CM_OP_HEAD, glu = !head && (op->epilogue == CM_GEMM_SILU_GLU || op->epilogue == CM_GEMM_GELU_GLU);
     const cm_buffer *src = need_buffer(k, op->src, CM_BUFFER_ACT, head ? CM_SPACE_OUTPUTS : -1);
     if (!src)
         return -1;
@@ -136,13 +136,17 @@ static int check_matrix_op(const check *k, const cm_op *op) {
     const cm_buffer *dst = need_buffer(k, op->dst, CM_BUFFER_ROWS, src->space);
     if (!dst)
         return -1;
-    if (op->epilogue < CM_GEMM_STORE || op->epilogue > CM_GEMM_SILU_GLU || (glu && m->num_panels % 2))
+    if (op->epilogue < CM_GEMM_STORE || op->epilogue > CM_GEMM_GELU_GLU || (glu && m->num_panels % 2))
         return refuse(k, "epilogue %d over %d panels", op->epilogue, m->num_panels);
     outputs /= glu ? 2 : 1;
     if (outputs > stride_of(dst))
         return refuse(k, "matrix %d gives %lld outputs, buffer %d has %d", op->matrix, (long long)outputs, op->dst,
                       dst->width);
     return 0;
+}
+
+static int check_epsilon(const check *k, const cm_op *op) {
+    return op->factor >= 0 && op->factor <= 1 ? 0 : refuse(k, "epsilon %g", (double)op->factor);
 }
 
 static int check_row_op(const check *k, const cm_op *op) {
@@ -157,14 +161,16 @@ static int check_row_op(const check *k, const cm_op *op) {
             return refuse(k, "matrix %d is no embedding of %d tokens in rows of %d", op->matrix, c->vocab_size,
                           dst->width);
         return 0;
-    case CM_OP_RMSNORM:
+    case CM_OP_RMSNORM: case CM_OP_NORM_ADD:
         if (!(src = need_buffer(k, op->src, CM_BUFFER_ROWS, -1)) ||
             !(dst = need_buffer(k, op->dst, CM_BUFFER_ROWS, src->space)))
             return -1;
         if (op->vector < 0 || op->vector >= c->num_vectors || c->vectors[op->vector].length > stride_of(src) ||
             c->vectors[op->vector].length > stride_of(dst))
             return refuse(k, "vector %d is no weight for rows of %d", op->vector, src->width);
-        return op->factor >= 0 && op->factor <= 1 ? 0 : refuse(k, "epsilon %g", (double)op->factor);
+        if (op->kind == CM_OP_NORM_ADD && op->dst == op->src)
+            return refuse(k, "rows cannot be added to themselves");
+        return check_epsilon(k, op);
     case CM_OP_ACT_PACK:
         if (!(src = need_buffer(k, op->src, CM_BUFFER_ROWS, -1)) ||
             !(dst = need_buffer(k, op->dst, CM_BUFFER_ACT, src->space)))
@@ -180,10 +186,17 @@ static int check_row_op(const check *k, const cm_op *op) {
 
 static int check_attention_op(const check *k, const cm_op *op) {
     const cm_engine_config *c = k->c;
-    int rope = op->kind == CM_OP_ROPE;
-    const cm_buffer *b = need_buffer(k, rope ? op->dst : op->src, CM_BUFFER_ROWS, CM_SPACE_TOKENS);
+    int rope = op->kind == CM_OP_ROPE, norm = op->kind == CM_OP_HEAD_NORM;
+    const cm_buffer *b = need_buffer(k, rope || norm ? op->dst : op->src, CM_BUFFER_ROWS, CM_SPACE_TOKENS);
     if (!b)
         return -1;
+    if (norm) {
+        if (op->vector < 0 || op->vector >= c->num_vectors || c->vectors[op->vector].length != c->head_dim)
+            return refuse(k, "vector %d is no weight for heads of %d", op->vector, c->head_dim);
+        return check_heads(k, op, b, 0, op->heads[0]) < 0 ? -1 : check_epsilon(k, op);
+    }
+    if (rope && (op->rope < 0 || op->rope > 1 || !c->inv_freq[op->rope]))
+        return refuse(k, "table %d of rotary positions", op->rope);
     if (rope)
         return check_heads(k, op, b, 0, op->heads[0]) < 0 || check_heads(k, op, b, 1, op->heads[1]) < 0 ? -1 : 0;
     if (op->layer < 0 || op->layer >= c->num_layers)
@@ -195,15 +208,19 @@ static int check_attention_op(const check *k, const cm_op *op) {
         return -1;
     if (op->heads[0] % c->num_kv_heads || (int64_t)op->heads[0] * c->head_dim > stride_of(dst))
         return refuse(k, "%d heads over %d KV heads into rows of %d", op->heads[0], c->num_kv_heads, dst->width);
+    if (op->window < 0)
+        return refuse(k, "window %d", op->window);
     return op->dst == op->src ? refuse(k, "attention cannot overwrite its input") : 0;
 }
 
 static int check_op(const check *k, const cm_op *op) {
     switch (op->kind) {
     case CM_OP_ROPE_TABLE: case CM_OP_SAMPLE: return 0;
-    case CM_OP_EMBED: case CM_OP_RMSNORM: case CM_OP_ACT_PACK: case CM_OP_GATHER_OUT: return check_row_op(k, op);
+    case CM_OP_EMBED: case CM_OP_RMSNORM: case CM_OP_ACT_PACK: case CM_OP_GATHER_OUT:
+    case CM_OP_NORM_ADD: return check_row_op(k, op);
     case CM_OP_GEMM: case CM_OP_HEAD: return check_matrix_op(k, op);
-    case CM_OP_ROPE: case CM_OP_KV_STORE: case CM_OP_ATTENTION: return check_attention_op(k, op);
+    case CM_OP_ROPE: case CM_OP_KV_STORE: case CM_OP_ATTENTION:
+    case CM_OP_HEAD_NORM: return check_attention_op(k, op);
     default: return refuse(k, "unknown kind %d", op->kind);
     }
 }
@@ -241,11 +258,15 @@ static int check_numbers(const check *k) {
         return refuse(k, "head_dim is %d, not a multiple of %d", c->head_dim, HEAD_DIM_STEP);
     if (c->rope_dim % 2)
         return refuse(k, "rope_dim is %d, not even", c->rope_dim);
-    for (int i = 0; i < c->rope_dim / 2; i++)
-        if (!(c->inv_freq[i] >= 0 && c->inv_freq[i] <= 1))
-            return refuse(k, "inv_freq[%d] is %g, not 0 to 1", i, c->inv_freq[i]);
-    if (!(c->rope_magnitude > 0 && c->rope_magnitude < 1e6))
-        return refuse(k, "rope_magnitude is %g", c->rope_magnitude);
+    if (!c->inv_freq[0])
+        return refuse(k, "inv_freq is missing");
+    for (int table = 0; table < 2 && c->inv_freq[table]; table++) {
+        for (int i = 0; i < c->rope_dim / 2; i++)
+            if (!(c->inv_freq[table][i] >= 0 && c->inv_freq[table][i] <= 1))
+                return refuse(k, "inv_freq[%d][%d] is %g, not 0 to 1", table, i, c->inv_freq[table][i]);
+        if (!(c->rope_magnitude[table] > 0 && c->rope_magnitude[table] < 1e6))
+            return refuse(k, "rope_magnitude[%d] is %g", table, c->rope_magnitude[table]);
+    }
     for (int i = 0; c->cores && i < c->threads; i++)
         if (c->cores[i] < 0 || c->cores[i] > MAX_ITEMS)
             return refuse(k, "core %d", c->cores[i]);

@@ -20,10 +20,10 @@ typedef enum split {
 static split split_of(const cm_engine *e, const cm_op *op) {
     switch (op->kind) {
     case CM_OP_EMBED: case CM_OP_ROPE_TABLE: return BY_TOKEN_GROUPS;
-    case CM_OP_RMSNORM: case CM_OP_ACT_PACK:
+    case CM_OP_RMSNORM: case CM_OP_ACT_PACK: case CM_OP_NORM_ADD:
         return e->buffers[op->src].space == CM_SPACE_TOKENS ? BY_TOKEN_GROUPS : BY_OUTPUT_GROUPS;
     case CM_OP_GATHER_OUT: return BY_OUTPUT_GROUPS;
-    case CM_OP_ROPE: case CM_OP_KV_STORE: return BY_RUNS;
+    case CM_OP_HEAD_NORM: case CM_OP_ROPE: case CM_OP_KV_STORE: return BY_RUNS;
     default: return BY_TAKING;
     }
 }
@@ -64,8 +64,9 @@ static void rope_table(cm_engine *e, range rows) {
     for (int row = rows.begin; row < rows.end; row++) {
         while (row >= b->seq_row[seq + 1])
             seq++;
-        cm_rope_row(e->cos + (size_t)row * (size_t)half, e->sin + (size_t)row * (size_t)half, e->inv_freq, half,
-                    e->rope_magnitude, position_of_row(b, seq, row));
+        for (int i = 0; i < 2 && e->inv_freq[i]; i++)
+            cm_rope_row(e->cos[i] + (size_t)row * (size_t)half, e->sin[i] + (size_t)row * (size_t)half, e->inv_freq[i],
+                        half, e->rope_magnitude[i], position_of_row(b, seq, row));
     }
 }
 
@@ -89,6 +90,18 @@ static void row_op(cm_engine *e, const cm_op *op, int thread) {
         const cm_vector_ref *v = &e->vectors[op->vector];
         e->kernels->rmsnorm(dst->rows, dst->stride, src->rows, src->stride, (const float *)(e->weights + v->offset),
                             v->length, op->factor, rows.begin, rows.end);
+        break;
+    }
+    case CM_OP_NORM_ADD: {
+        const cm_vector_ref *v = &e->vectors[op->vector];
+        e->kernels->rmsnorm(src->rows, src->stride, src->rows, src->stride, (const float *)(e->weights + v->offset),
+                            v->length, op->factor, rows.begin, rows.end);
+        for (int r = rows.begin; r < rows.end; r++) {
+            float *to = dst->rows + (size_t)r * dst->stride;
+            const float *from = src->rows + (size_t)r * src->stride;
+            for (int32_t i = 0; i < v->length; i++)
+                to[i] += from[i];
+        }
         break;
     }
     case CM_OP_ACT_PACK:
@@ -119,11 +132,20 @@ static void run_op(cm_engine *e, const cm_op *op, int thread) {
             continue;
         }
         cm_engine_buffer *dst = &e->buffers[op->dst];
-        for (int r = run->row; r < run->row + run->num_rows; r++)
+        for (int r = run->row; r < run->row + run->num_rows; r++) {
+            float *row = dst->rows + (size_t)r * dst->stride;
+            if (op->kind == CM_OP_HEAD_NORM) {
+                float *heads = row + op->column[0];
+                size_t len = (size_t)e->kv.head_dim;
+                e->kernels->rmsnorm(heads, len, heads, len, (const float *)(e->weights + e->vectors[op->vector].offset),
+                                    e->kv.head_dim, op->factor, 0, op->heads[0]);
+                continue;
+            }
             for (int which = 0; which < 2; which++)
-                e->kernels->rope(dst->rows + (size_t)r * dst->stride + op->column[which], op->heads[which],
-                                 e->kv.head_dim, e->rope_dim, e->cos + (size_t)r * half, e->sin + (size_t)r * half,
+                e->kernels->rope(row + op->column[which], op->heads[which], e->kv.head_dim, e->rope_dim,
+                                 e->cos[op->rope] + (size_t)r * half, e->sin[op->rope] + (size_t)r * half,
                                  e->rope_pairing);
+        }
     }
 }
 
@@ -171,7 +193,8 @@ static void attention_op(cm_engine *e, const cm_op *op, int thread) {
     const cm_batch *b = e->batch;
     const cm_engine_buffer *src = &e->buffers[op->src], *dst = &e->buffers[op->dst];
     cm_attn a = {
-        .kv = e->kv, .layer = op->layer, .num_heads = op->heads[0], .scale = op->factor,
+        .kv = e->kv, .layer = op->layer, .num_heads = op->heads[0], .window = op->window,
+        .scale = op->factor,
         .q = src->rows + op->column[0], .q_stride = src->stride, .out = dst->rows, .out_stride = dst->stride,
         .num_seqs = b->num_seqs, .seq_row = b->seq_row, .seq_pos = b->seq_pos,
         .block_begin = b->block_begin, .blocks = b->blocks,
@@ -215,7 +238,7 @@ static void run_part(cm_engine *e, const cm_op *op, int thread) {
     switch (op->kind) {
     case CM_OP_GEMM: case CM_OP_HEAD: gemm_op(e, op, thread); break;
     case CM_OP_ATTENTION: attention_op(e, op, thread); break;
-    case CM_OP_ROPE: case CM_OP_KV_STORE: run_op(e, op, thread); break;
+    case CM_OP_HEAD_NORM: case CM_OP_ROPE: case CM_OP_KV_STORE: run_op(e, op, thread); break;
     case CM_OP_SAMPLE:
         for (int i = cm_team_take(e->team, 1); i < e->num_samples; i = cm_team_take(e->team, 1))
             sample_one(e, i, thread);

@@ -82,11 +82,12 @@ enum {
     CM_EPI_STORE = 0,    /* dst = y */
     CM_EPI_ADD = 1,      /* dst = dst + y: residual */
     CM_EPI_SILU_GLU = 2, /* panels alternate gate, up: dst = silu(gate) * up */
-    CM_EPI_ARGMAX = 3,   /* no dst; see below */
+    CM_EPI_GELU_GLU = 3, /* likewise with gelu */
+    CM_EPI_ARGMAX = 4,   /* no dst; see below */
 };
 
 /* y[t][r] = sum over k of w[r][k] * x[t][k] (+ bias[r]), then the epilogue.
- * dst columns are panel * 16 + row (SILU_GLU: half as many); padding rows of the last panel are written too,
+ * dst columns are panel * 16 + row (the GLUs: half as many); padding rows of the last panel are written too,
  * so dst rows are num_panels * 16 (or * 8) floats wide. */
 typedef struct cm_gemm {
     const uint8_t *base; /* weights */
@@ -125,7 +126,7 @@ void cm_kv_copy_tokens(const cm_kv *kv, int32_t source, int32_t target, int num_
 
 typedef struct cm_attn {
     cm_kv kv;
-    int32_t layer, num_heads;
+    int32_t layer, num_heads, window; /* see CM_OP_ATTENTION */
     float scale;
     const float *q; /* row = token of the step, [num_heads][head_dim] */
     size_t q_stride;
@@ -139,7 +140,7 @@ typedef struct cm_attn {
 } cm_attn;
 
 /* Lane functions that `map` applies, for tests. */
-enum { CM_MAP_EXP2 = 0, CM_MAP_EXP = 1, CM_MAP_SILU = 2, CM_MAP_TO_F16 = 3, CM_MAP_FROM_F16 = 4 };
+enum { CM_MAP_EXP2 = 0, CM_MAP_EXP = 1, CM_MAP_SILU = 2, CM_MAP_TO_F16 = 3, CM_MAP_FROM_F16 = 4, CM_MAP_GELU = 5 };
 
 /* ---- the table ---- */
 
@@ -154,7 +155,7 @@ typedef struct cm_kernels {
 
     /* Packs groups [group_begin, group_end) of 4 tokens of src [dst->num_tokens][src_stride]. */
     void (*act_pack)(cm_act *dst, const float *src, size_t src_stride, int group_begin, int group_end, int forms);
-    /* Panels [panel_begin, panel_end) for all tokens; even bounds for SILU_GLU. */
+    /* Panels [panel_begin, panel_end) for all tokens; even bounds for the GLUs. */
     void (*gemm)(const cm_gemm *g, int panel_begin, int panel_end);
     /* Dequantised rows, each value as ggml defines it, then times scale when scale != 1. Writes k floats a row. */
     void (*gather_rows)(const uint8_t *base, const cm_matrix *w, const int32_t *ids, int num, float *dst,

@@ -110,7 +110,7 @@ def test_values_per_layer_that_agree_are_one_value():
         ("rope.freq_base", 0.0, "0.0"),
         ("rope.scaling.type", "longrope", "longrope"),
         ("expert_count", 8, "mixture of experts"),
-        ("attention.sliding_window", 1024, "sliding windows"),
+        ("attention.sliding_window", -1, "-1"),
         ("attention.causal", False, "causal"),
         ("logit_scale", 0.25, "not supported"),
         ("final_logit_softcapping", 30.0, "not supported"),
@@ -191,7 +191,7 @@ def test_refusals_without_a_key():
         read(**{"general.type": "adapter"})
     with pytest.raises(UnsupportedModelError, match=r"general\.quantization_version is 99; only 2"):
         read(**{"general.quantization_version": 99})
-    with pytest.raises(UnsupportedModelError, match="'gpt-j' is not supported; supported: llama"):
+    with pytest.raises(UnsupportedModelError, match="'gpt-j' is not supported; supported: gemma, gemma3, llama"):
         read(**{"general.architecture": "gpt-j"})
     with pytest.raises(UnsupportedModelError, match=r"general\.architecture is missing"):
         read(**{"general.architecture": None})

@@ -68,7 +68,7 @@ class Parts:
             "head_dim": HEAD_DIM,
             "rope_dim": HEAD_DIM,
             "rope_pairing": 1,
-            "rope_magnitude": 1.0,
+            "rope_magnitude": [1.0, 1.0],
             "threads": 1,
         }
         self.inv_freq = [1.0, 0.1, 0.01, 0.001]
@@ -107,7 +107,7 @@ class Parts:
             "buffers": ffi.new("cm_buffer[]", self.buffers),
             "matrices": ffi.new("cm_matrix_ref[]", self.matrices),
             "vectors": ffi.new("cm_vector_ref[]", self.vectors),
-            "inv_freq": ffi.new("double[]", self.inv_freq),
+            "inv_freq": [ffi.new("double[]", self.inv_freq), ffi.NULL],
             "cores": ffi.NULL if self.cores is None else ffi.new("int32_t[]", self.cores),
         }
         counts = {f"num_{k}": len(getattr(self, k)) for k in ("ops", "buffers", "matrices", "vectors")}
@@ -172,9 +172,9 @@ CONFIG_FAULTS = {
     "rope_dim is 10, not 2 to 8": lambda p: p.numbers.update(rope_dim=10),
     "rope_dim is 3, not even": lambda p: p.numbers.update(rope_dim=3),
     "rope_pairing": lambda p: p.numbers.update(rope_pairing=2),
-    "rope_magnitude": lambda p: p.numbers.update(rope_magnitude=float("nan")),
-    r"inv_freq\[2\] is 1.5": lambda p: p.inv_freq.__setitem__(2, 1.5),
-    r"inv_freq\[0\] is -?nan": lambda p: p.inv_freq.__setitem__(0, float("nan")),
+    "rope_magnitude": lambda p: p.numbers.update(rope_magnitude=[float("nan"), 1.0]),
+    r"inv_freq\[0\]\[2\] is 1.5": lambda p: p.inv_freq.__setitem__(2, 1.5),
+    r"inv_freq\[0\]\[0\] is -?nan": lambda p: p.inv_freq.__setitem__(0, float("nan")),
     "does not hold 5 blocks": lambda p: p.numbers.update(num_blocks=5),
     "does not hold 2147483647 blocks": lambda p: p.numbers.update(num_blocks=2**31 - 1),
     "num_layers is 0": lambda p: p.numbers.update(num_layers=0),
@@ -209,12 +209,21 @@ CONFIG_FAULTS = {
     ),
     "operation 4: matrix -1 of 2": lambda p: p.ops["qkv"].update(matrix=-1),
     "operation 4: bias 0 is not a vector of 96": lambda p: p.ops["qkv"].update(bias=0),
-    "operation 4: epilogue 3": lambda p: p.ops["qkv"].update(epilogue=3),
+    "operation 4: epilogue 4": lambda p: p.ops["qkv"].update(epilogue=4),
     "operation 4: matrix 1 gives 96 outputs, buffer 0 has 32": lambda p: p.ops["qkv"].update(dst=0),
     "operation 4: matrix 1 gives 48 outputs": lambda p: p.ops["qkv"].update(epilogue=2, dst=0),
     "operation 5: 4 heads from column 72": lambda p: p.ops["rope"].update(column=[0, 72]),
     "operation 5: 0 heads": lambda p: p.ops["rope"].update(heads=[4, 0]),
     "operation 5: 2147483647 heads": lambda p: p.ops["rope"].update(heads=[2**31 - 1, 4]),
+    "operation 5: table 1 of rotary positions": lambda p: p.ops["rope"].update(rope=1),
+    "operation 5: table -1 of": lambda p: p.ops["rope"].update(rope=-1),
+    "operation 5: vector 0 is no weight for heads of 8": lambda p: p.ops["rope"].update(
+        kind=lib.CM_OP_HEAD_NORM, vector=0
+    ),
+    "operation 3: rows cannot be added to themselves": lambda p: p.ops["pack"].update(
+        kind=lib.CM_OP_NORM_ADD, src=1, dst=1, vector=0
+    ),
+    "operation 7: window -1": lambda p: p.ops["attention"].update(window=-1),
     "operation 6: layer 1 of 1": lambda p: p.ops["store"].update(layer=1),
     "operation 6: 4 heads from column -8": lambda p: p.ops["store"].update(column=[-8, 0]),
     "operation 7: 6 heads over 4 KV heads": lambda p: p.ops["attention"].update(heads=[6, 0]),

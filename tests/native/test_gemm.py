@@ -18,7 +18,7 @@ guarded = r16.guarded
 
 ISAS = {ffi.string(lib.cm_isa_name(i)).decode(): i for i in range(lib.cm_isa_count())}
 SCALAR = ISAS["scalar"]
-STORE, ADD, SILU_GLU, ARGMAX = range(4)
+STORE, ADD, SILU_GLU, GELU_GLU, ARGMAX = range(5)
 INT8, F32 = 1, 2
 INTEGER_FORMATS = [f.type_id for f in FORMATS.values() if f.block_len > 1]
 SMALL_BLOCK_FORMATS = [f.type_id for f in FORMATS.values() if f.block_len <= 32]
@@ -96,7 +96,7 @@ def gemm(isa: int, w: Matrix, act, epilogue=STORE, bias=None, residual=None, pan
         out.logits = {t: guarded(w.n, np.float32, 99) for t in keep_logits}
         rows = ffi.new("float *[]", [ptr(out.logits.get(t), "float *") for t in range(act.tokens)])
     else:
-        width = w.num_panels * (8 if epilogue == SILU_GLU else 16)
+        width = w.num_panels * (8 if epilogue in (SILU_GLU, GELU_GLU) else 16)
         out.dst = guarded((act.tokens, width), np.float32, 99 if residual is None else residual)
     first, last = panels or (0, w.num_panels)
     code = lib.cm_test_gemm(
@@ -292,7 +292,7 @@ def compare_all_epilogues(isa: int, w: Matrix, act, rng) -> None:
     calls = [{"epilogue": STORE}, {"epilogue": ADD, "residual": residual}]
     calls += [{"epilogue": ARGMAX, "keep_logits": kept}]
     if w.num_panels % 2 == 0:
-        calls += [{"epilogue": SILU_GLU}]
+        calls += [{"epilogue": SILU_GLU}, {"epilogue": GELU_GLU}]
     for call in calls:
         ours, scalar = gemm(isa, w, act, bias=bias, **call), gemm(SCALAR, w, act, bias=bias, **call)
         label = (w.formats, w.n, w.k, act.tokens, call["epilogue"])
@@ -332,7 +332,8 @@ def test_glu_panels_of_two_formats(isa):
         w = Matrix(rng, [gate, up] * 2, 64, 256)
         for tokens in (1, 6, 13, 25):
             act = pack_acts(SCALAR, activations(rng, tokens, 256))
-            assert same_bytes(gemm(isa, w, act, SILU_GLU).dst, gemm(SCALAR, w, act, SILU_GLU).dst)
+            for glu in (SILU_GLU, GELU_GLU):
+                assert same_bytes(gemm(isa, w, act, glu).dst, gemm(SCALAR, w, act, glu).dst)
 
 
 def test_extreme_codes_are_exact(isa):

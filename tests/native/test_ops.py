@@ -1,6 +1,7 @@
 """Row kernels: scalar against numpy, every other instruction set against scalar, byte by byte, in guarded memory."""
 
 import importlib.util
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ guarded = r16.guarded
 
 ISAS = {ffi.string(lib.cm_isa_name(i)).decode(): i for i in range(lib.cm_isa_count())}
 SCALAR = ISAS["scalar"]
-EXP2, EXP, SILU, TO_F16, FROM_F16 = range(5)
+EXP2, EXP, SILU, TO_F16, FROM_F16, GELU = range(6)
 
 
 @pytest.fixture(params=[name for name in ISAS if name != "scalar"])
@@ -59,7 +60,7 @@ def awkward_floats() -> np.ndarray:
 
 def test_lane_functions_agree(isa):
     x = awkward_floats()
-    for op in (EXP2, EXP, SILU, TO_F16):
+    for op in (EXP2, EXP, SILU, GELU, TO_F16):
         assert same_bytes(apply(isa, op, x), apply(SCALAR, op, x)), op
     halves = np.arange(65536, dtype=np.uint16).view(np.float16)
     assert same_bytes(apply(isa, FROM_F16, halves), apply(SCALAR, FROM_F16, halves))
@@ -96,6 +97,16 @@ def test_silu():
     exact = x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))
     assert np.allclose(apply(SCALAR, SILU, x), exact, rtol=4e-7, atol=1e-37)
     assert np.isnan(apply(SCALAR, SILU, np.array([np.nan], np.float32)))[0]
+
+
+def test_gelu():
+    x = np.concatenate([np.linspace(-9, 80, 4001), [0.0, 1e-30, 1e10]]).astype(np.float32)
+    wide = x.astype(np.float64)
+    exact = wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+    # For negative x the exponent, which is rounded, is large.
+    assert np.allclose(apply(SCALAR, GELU, x), exact, rtol=2e-5, atol=1e-37)
+    assert np.allclose(apply(SCALAR, GELU, x[x > -3]), exact[x > -3], rtol=2e-6)
+    assert np.isnan(apply(SCALAR, GELU, np.array([np.nan], np.float32)))[0]
 
 
 def test_f16_conversion_is_ieee():

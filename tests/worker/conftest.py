@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +35,12 @@ class Tiny:
     rope: tuple = ()  # further keys and values of `rope.*`
     factors: tuple = ()
     architecture: str = "llama"
+    window: int = 0
     seed: int = 1
+
+
+HEAD_NORMS = ("attn_q_norm", "attn_k_norm")
+BRANCH_NORMS = {"gemma3": ("post_attention_norm", "post_ffw_norm")}
 
 
 @dataclass
@@ -68,8 +74,10 @@ def _tensors(s: Tiny) -> dict[str, np.ndarray]:
             t[f"blk.{i}.{name}"] = random(*shape, scale=shape[1] ** -0.5)
             if s.bias:
                 t[f"blk.{i}.{name}.bias"] = random(shape[0], scale=0.2)
-        for name in ("attn_norm", "ffn_norm"):
+        for name in ("attn_norm", "ffn_norm", *BRANCH_NORMS.get(s.architecture, ())):
             t[f"blk.{i}.{name}"] = 1 + random(s.hidden, scale=0.1)
+        for name in HEAD_NORMS if s.architecture in ("qwen3", "gemma3") else ():
+            t[f"blk.{i}.{name}"] = 1 + random(s.head_dim, scale=0.1)
     if s.factors:
         t["rope_freqs"] = np.array(s.factors, np.float32)
     return t
@@ -90,6 +98,8 @@ def _write_gguf(path: Path, s: Tiny, tensors: dict[str, np.ndarray]) -> None:
     w.add_layer_norm_rms_eps(1e-5)
     w.add_rope_dimension_count(s.rope_dim)
     w.add_rope_freq_base(s.theta)
+    if s.window:
+        w.add_sliding_window(s.window)
     for key, value in s.rope:
         add = {str: w.add_string, float: w.add_float32, int: w.add_uint32}[type(value)]
         add(f"{s.architecture}.rope.{key}", value)
@@ -129,7 +139,7 @@ def tiny(tmp_path_factory):
 def reference_logits(model: TinyModel, tokens: list[int], angles: np.ndarray, magnitude: float = 1.0) -> np.ndarray:
     """Logits [tokens][vocab] in float64; keys and values are rounded to f16 as the arena holds them.
 
-    angles: [tokens][rope_dim / 2].
+    angles: [tokens][rope_dim / 2]; local layers of gemma3 take those of base 10,000.
     """
     s, t = model.shape, {name: value.astype(np.float64) for name, value in model.tensors.items()}
 
@@ -139,8 +149,12 @@ def reference_logits(model: TinyModel, tokens: list[int], angles: np.ndarray, ma
     def linear(x: np.ndarray, name: str) -> np.ndarray:
         return x @ t[name].T + t.get(f"{name}.bias", 0)
 
-    def rotate(x: np.ndarray) -> np.ndarray:  # [tokens][heads][head_dim]
-        x, c, sn = x.copy(), np.cos(angles)[:, None] * magnitude, np.sin(angles)[:, None] * magnitude
+    gemma, head_norms = s.architecture.startswith("gemma"), f"blk.0.{HEAD_NORMS[0]}" in t
+    local_angles = np.arange(len(tokens))[:, None] * 10000.0 ** (-2.0 * np.arange(s.rope_dim // 2) / s.rope_dim)
+
+    def rotate(x: np.ndarray, local: bool) -> np.ndarray:  # [tokens][heads][head_dim]
+        at = local_angles if local else angles
+        x, c, sn = x.copy(), np.cos(at)[:, None] * magnitude, np.sin(at)[:, None] * magnitude
         first, second = slice(0, s.rope_dim, 2), slice(1, s.rope_dim, 2)
         if s.architecture != "llama":
             first, second = slice(0, s.rope_dim // 2), slice(s.rope_dim // 2, s.rope_dim)
@@ -148,23 +162,35 @@ def reference_logits(model: TinyModel, tokens: list[int], angles: np.ndarray, ma
         x[..., first], x[..., second] = a * c - b * sn, a * sn + b * c
         return x
 
+    def branch(x: np.ndarray, layer: int, which: int) -> np.ndarray:
+        names = BRANCH_NORMS.get(s.architecture)
+        return norm(x, t[f"blk.{layer}.{names[which]}"]) if names else x
+
     n = len(tokens)
-    mask = np.where(np.tril(np.ones((n, n))), 0.0, -np.inf)
-    x = t["token_embd"][tokens]
+    back = np.arange(n)[:, None] - np.arange(n)  # how far behind a row another one is
+    x = t["token_embd"][tokens] * (math.sqrt(s.hidden) if gemma else 1)
     for i in range(s.layers):
         h = norm(x, t[f"blk.{i}.attn_norm"])
-        q = rotate(linear(h, f"blk.{i}.attn_q").reshape(n, s.heads, s.head_dim))
-        k = rotate(linear(h, f"blk.{i}.attn_k").reshape(n, s.kv_heads, s.head_dim))
+        local = s.architecture == "gemma3" and i % 6 != 5
+        seen = s.window if local or (s.architecture != "gemma3" and s.window) else n
+        mask = np.where((back >= 0) & (back < seen), 0.0, -np.inf)
+        q = linear(h, f"blk.{i}.attn_q").reshape(n, s.heads, s.head_dim)
+        k = linear(h, f"blk.{i}.attn_k").reshape(n, s.kv_heads, s.head_dim)
+        if head_norms:
+            q, k = norm(q, t[f"blk.{i}.attn_q_norm"]), norm(k, t[f"blk.{i}.attn_k_norm"])
+        q, k = rotate(q, local), rotate(k, local)
         k = k.astype(np.float16).astype(np.float64).repeat(s.heads // s.kv_heads, axis=1)
         v = linear(h, f"blk.{i}.attn_v").reshape(n, s.kv_heads, s.head_dim)
         v = v.astype(np.float16).astype(np.float64).repeat(s.heads // s.kv_heads, axis=1)
         scores = np.einsum("thd,uhd->htu", q, k) / np.sqrt(s.head_dim) + mask
         p = np.exp(scores - scores.max(axis=-1, keepdims=True))
         p /= p.sum(axis=-1, keepdims=True)
-        x = x + linear(np.einsum("htu,uhd->thd", p, v).reshape(n, -1), f"blk.{i}.attn_output")
+        x = x + branch(linear(np.einsum("htu,uhd->thd", p, v).reshape(n, -1), f"blk.{i}.attn_output"), i, 0)
         h = norm(x, t[f"blk.{i}.ffn_norm"])
         gate = linear(h, f"blk.{i}.ffn_gate")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"blk.{i}.ffn_up"), f"blk.{i}.ffn_down")
+        tanh = np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+        gate = gate * (1 + tanh) / 2 if gemma else gate / (1 + np.exp(-gate))
+        x = x + branch(linear(gate * linear(h, f"blk.{i}.ffn_up"), f"blk.{i}.ffn_down"), i, 1)
     return norm(x, t["output_norm"]) @ t["token_embd" if s.tied else "output"].T
 
 

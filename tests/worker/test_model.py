@@ -31,6 +31,11 @@ def assert_close(ours: np.ndarray, reference: np.ndarray) -> None:
         {"kv_heads": 1, "head_dim": 64, "rope_dim": 32, "hidden": 64, "ffn": 96},
         {"architecture": "qwen2", "bias": True},
         {"architecture": "qwen2", "head_dim": 32, "rope_dim": 32, "tied": True},
+        {"architecture": "qwen3"},
+        {"architecture": "gemma", "tied": True},
+        {"architecture": "gemma3", "tied": True, "layers": 7, "window": 33, "theta": 1e6, "seed": 2},
+        {"window": 40},
+        {"window": 1},
         {"layers": 1, "heads": 1, "kv_heads": 1, "vocab": 16, "head_dim": 8, "rope_dim": 8},
     ],
     ids=lambda changes: ",".join(changes) or "plain",
@@ -38,13 +43,14 @@ def assert_close(ours: np.ndarray, reference: np.ndarray) -> None:
 def test_logits_are_those_of_an_independent_forward_pass(tiny, harness, expected, changes):
     model = tiny(**changes)
     tokens = [t % model.shape.vocab for t in TOKENS]
-    reference = expected(model, tokens, plain_angles(len(tokens), model.shape.rope_dim))
+    reference = expected(model, tokens, plain_angles(len(tokens), model.shape.rope_dim, model.shape.theta))
     assert_close(harness(model.pack, all_logits=True).logits(tokens), reference)
 
 
-def test_q8_logits_are_near_those_of_an_independent_forward_pass(tiny, harness, expected):
+@pytest.mark.parametrize("changes", [{}, {"window": 33}], ids=("plain", "window"))
+def test_q8_logits_are_near_those_of_an_independent_forward_pass(tiny, harness, expected, changes):
     """Two random layers; 8 bits of keys, values, queries and weights cost some hundredths of the logits' spread."""
-    model = tiny(head_dim=32)
+    model = tiny(head_dim=32, **changes)
     reference = expected(model, TOKENS, plain_angles(len(TOKENS), model.shape.rope_dim))
     got = harness(model.pack, all_logits=True, kv="q8").logits(TOKENS)
     assert np.abs(got - reference).mean() < 0.02 * reference.std()
@@ -77,18 +83,24 @@ def test_rope_scalings(tiny, harness, expected):
     assert_close(harness(yarn.pack, all_logits=True).logits(TOKENS), reference)
 
 
+LOCAL = {"architecture": "gemma3", "tied": True, "layers": 7, "window": 33}
+SHAPES = pytest.mark.parametrize("changes", [{"bias": True}, LOCAL], ids=("plain", "windows"))
+
+
+@SHAPES
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [1, 7, 32, 64])
-def test_chunks_and_threads_do_not_show(tiny, harness, kv, threads, chunk):
-    pack = tiny(bias=True).pack
+def test_chunks_and_threads_do_not_show(tiny, harness, kv, threads, chunk, changes):
+    pack = tiny(**changes).pack
     whole = harness(pack, all_logits=True, kv=kv).logits(TOKENS)
     again = harness(pack, all_logits=True, kv=kv, threads=threads).logits(TOKENS, chunk)
     assert whole.tobytes() == again.tobytes()
 
 
-def test_batch_mates_do_not_show(tiny, harness, kv):
+@SHAPES
+def test_batch_mates_do_not_show(tiny, harness, kv, changes):
     """Mixed prefill and decode of five sequences give what each gives alone."""
-    pack = tiny().pack
+    pack = tiny(**changes).pack
     prompts = [TOKENS[i : i + n] for i, n in enumerate((1, 31, 32, 33, 50))]
     samples = [SampleSpec(), SampleSpec(1.0, seed=5), SampleSpec(0.7, 0.9, 20, 0.01, 6), SampleSpec(), SampleSpec(2.0)]
     alone = harness(pack, kv=kv)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from coremill.native.packfile import PackFile
 
 # Modules here by the name GGUF files give the architecture.
-_MODULES = {"llama": "llama", "qwen2": "llama"}
+_MODULES = dict.fromkeys(("llama", "qwen2", "qwen3", "gemma", "gemma3"), "llama")
 
 
 def describe(pack: PackFile) -> Plan:

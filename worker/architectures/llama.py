@@ -2,10 +2,11 @@
 
 x = embed(tokens)
 each layer:  x += attn_output * attention(rope(attn_qkv * norm(x)))
-             x += ffn_down * (silu(gate * norm(x)) * (up * norm(x)))
+             x += ffn_down * (act(gate * norm(x)) * (up * norm(x)))
 logits = output * norm(x), for rows after which a token is sampled
 
-qwen2 is the same with biases on q, k and v and another pairing of rotated elements; both come with the pack.
+Of its kin, qwen2 has biases, qwen3 and gemma3 norms of query and key heads, gemma a scaled embedding and gelu, gemma3
+also norms of what is added to x, and layers with a window and positions of their own. ModelSpec says which.
 """
 
 from __future__ import annotations
@@ -64,7 +65,26 @@ def _attention(plan: Plan, pack: PackFile, layer: int) -> None:
     q, k, v = (first for _, first, _ in pack.matrices[f"{blk}.attn_qkv"].parts)
     _norm_and_pack(plan, f"{layer}.attn", f"{blk}.attn_norm", spec.norm_eps)
     _matrix(plan, pack, f"{layer}.attn_qkv", f"{blk}.attn_qkv", dst="qkv", src="norm.act")
-    plan.add(f"{layer}.rope", "rope", dst="qkv", columns=(q, k), heads=(spec.num_heads, spec.num_kv_heads))
+    if spec.head_norms:
+        for name, column, heads in (("q", q, spec.num_heads), ("k", k, spec.num_kv_heads)):
+            plan.add(
+                f"{layer}.attn_{name}_norm",
+                "head_norm",
+                dst="qkv",
+                vector=f"{blk}.attn_{name}_norm",
+                columns=(column, 0),
+                heads=(heads, 0),
+                factor=spec.norm_eps,
+            )
+    local = spec.is_local(layer)
+    plan.add(
+        f"{layer}.rope",
+        "rope",
+        dst="qkv",
+        columns=(q, k),
+        heads=(spec.num_heads, spec.num_kv_heads),
+        rope=int(local and spec.local_rope is not None),
+    )
     plan.add(f"{layer}.kv_store", "kv_store", src="qkv", columns=(k, v), layer=layer)
     plan.add(
         f"{layer}.attention",
@@ -75,17 +95,29 @@ def _attention(plan: Plan, pack: PackFile, layer: int) -> None:
         heads=(spec.num_heads, 0),
         layer=layer,
         factor=1.0 / math.sqrt(spec.head_dim),
+        window=spec.sliding_window if local else 0,
     )
     plan.add(f"{layer}.attn_out_pack", "act_pack", dst="attn.act", src="attn")
-    _matrix(plan, pack, f"{layer}.attn_output", f"{blk}.attn_output", dst="x", src="attn.act", epilogue="add")
+    _branch_end(plan, pack, f"{layer}.attn", f"{layer}.attn_output", f"{blk}.attn_output", src="attn.act")
 
 
 def _feed_forward(plan: Plan, pack: PackFile, layer: int) -> None:
     blk = f"blk.{layer}"
     _norm_and_pack(plan, f"{layer}.ffn", f"{blk}.ffn_norm", pack.spec.norm_eps)
-    _matrix(plan, pack, f"{layer}.ffn_gate_up", f"{blk}.ffn_gate_up", dst="ffn", src="norm.act", epilogue="silu_glu")
+    glu = f"{pack.spec.activation}_glu"
+    _matrix(plan, pack, f"{layer}.ffn_gate_up", f"{blk}.ffn_gate_up", dst="ffn", src="norm.act", epilogue=glu)
     plan.add(f"{layer}.ffn_down_pack", "act_pack", dst="ffn.act", src="ffn")
-    _matrix(plan, pack, f"{layer}.ffn_down", f"{blk}.ffn_down", dst="x", src="ffn.act", epilogue="add")
+    _branch_end(plan, pack, f"{layer}.ffn", f"{layer}.ffn_down", f"{blk}.ffn_down", src="ffn.act")
+
+
+def _branch_end(plan: Plan, pack: PackFile, branch: str, label: str, matrix: str, src: str) -> None:
+    """Add matrix * src to x, normalised where the model wants that."""
+    if not pack.spec.branch_norms:
+        _matrix(plan, pack, label, matrix, dst="x", src=src, epilogue="add")
+        return
+    _matrix(plan, pack, label, matrix, dst="norm", src=src)
+    vector = f"blk.{branch}_branch_norm"
+    plan.add(f"{branch}_branch_norm", "norm_add", dst="x", src="norm", vector=vector, factor=pack.spec.norm_eps)
 
 
 def _head(plan: Plan, pack: PackFile) -> None:
