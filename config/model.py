@@ -225,6 +225,7 @@ def _refuse_unknown_operations(keys: Keys) -> None:
 
 def _from_keys(keys: Keys, tensors: Mapping[str, TensorShape]) -> ModelSpec:
     _refuse_unknown_operations(keys)
+    context = keys.integer("context_length", 1, MAX_CONTEXT)
     hidden = keys.integer("embedding_length", 1, MAX_WIDTH)
     heads = keys.integer("attention.head_count", 1, MAX_WIDTH)
     kv_heads = keys.integer("attention.head_count_kv", 1, heads, default=heads)
@@ -234,7 +235,6 @@ def _from_keys(keys: Keys, tensors: Mapping[str, TensorShape]) -> ModelSpec:
             f"{keys.full('attention.head_count_kv')} {kv_heads}"
         )
     head_dim = _head_dim(keys, hidden, heads)
-    context = keys.integer("context_length", 1, MAX_CONTEXT)
     metadata = keys.metadata
     return ModelSpec(
         architecture=keys.architecture,

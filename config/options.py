@@ -217,7 +217,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("stats", Text("FILE"), None, "Write the run's figures to this file as one JSON object.",
            ("run",), default_text="none"),
     Option("log_format", Choice(("text", "json")), "text",
-           "What standard error gets: text, or json: one object a line for progress, what happens, and the summary.",
+           "What standard error gets: text, or json: one object a line for what happens, in run also progress.",
            ("run", "up")),
     Option("queue", Text("FILE"), None,
            "Keep jobs and their outcomes in this file: they survive crashes of everything (docs/queue.md).",

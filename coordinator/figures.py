@@ -82,7 +82,7 @@ def _worker(slot: Slot, place: Place, max_rows: int) -> dict[str, Any]:
         "pid": place.pid,
         "cores": list(place.group.cores),
         "state": "draining" if slot.state == "draining" and place.state == "ready" else place.state,
-        "restarts": max(0, place.num_starts - 1),
+        "restarts": place.num_restarts,
         "active": len(leases),
         "steps": counts["steps"],
         "step_rows": counts["step_rows"],

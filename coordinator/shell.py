@@ -264,10 +264,11 @@ class Shell:
         self._transport.leave(worker.endpoint)
         death = self.pool.reap(worker)
         place = self.places[worker.index]
-        place.state, place.pid, place.last_death = "starting", None, death.cause
+        place.state, place.pid = "starting", None
         self._measured(None, worker.index)
         leaving = self.scheduler.slots[worker.index].told_to_stop
         if not (self._closing or leaving):
+            place.last_death, place.has_died = death.cause, True
             traceback = worker.failure.traceback if worker.failure else ""
             died = {"event": "worker_died", "worker": worker.index, "pid": worker.pid, "cause": death.cause}
             self._on_event(died | {"traceback": traceback})
@@ -314,7 +315,8 @@ class Shell:
             place = self.places[index]
             worker = self.pool.spawn(index, [self._storage.arena_fd, place.page_fd])
             place.pid, place.state = worker.pid, "starting"
-            place.num_starts += 1
+            place.num_restarts += place.has_died
+            place.has_died = False
             self._workers[worker.identity] = worker
             spawned.append(worker)
         return spawned

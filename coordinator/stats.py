@@ -17,14 +17,16 @@ from coremill.config.topology import CoreGroup
 
 @dataclass(slots=True)
 class Place:
-    """One core group and whoever works there. state: starting, ready, retired or stopped."""
+    """One core group and whoever works there. state: starting, ready, retired or stopped. has_died: the last worker
+    died, other than asked to, and nobody has taken its place; num_restarts counts those who did."""
 
     group: CoreGroup
     page_fd: int
     counters: CounterPage
     pid: int | None = None
     state: str = "starting"
-    num_starts: int = 0
+    has_died: bool = False
+    num_restarts: int = 0
     last_death: str | None = None
     ready: Ready | None = None
     memory: Measured | None = None
@@ -75,7 +77,7 @@ class Places:
             "pid": place.pid,
             "cores": list(place.group.cores),
             "state": place.state,
-            "restarts": max(0, place.num_starts - 1),
+            "restarts": place.num_restarts,
             "last_death": place.last_death,
             "isa": ready.isa if ready else None,
             "active": counts["active"] if place.state == "ready" else 0,

@@ -1,7 +1,8 @@
 """Quality of two real models: our steps against an independent float32 run of the same weights.
 
 tests/data/reference/smollm2.jsonl and gemma3.jsonl have, for each prompt, the greedy tokens of transformers in
-float32 and the ten best log-probabilities of each step. We follow the same path with our own tokens and compare until they part.
+float32 and the ten best log-probabilities of each step. We follow the same path with our own tokens and compare
+until they part.
 """
 
 import json

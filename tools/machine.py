@@ -206,7 +206,9 @@ def disturbances(load: float, ceilings: dict[str, Any]) -> list[str]:
     """What speaks against figures measured now. ceilings: Ceilings.as_dict()."""
     found = []
     if load > _busy_load():
-        found.append(f"the machine was busy before the measurement (load {load:g}), so that figures are too low")
+        found.append(
+            f"the machine was busy before the measurement (load {load:g}), so that figures are too low and not kept"
+        )
     one, every = ceilings["read_gb_per_s_one_core"], ceilings["read_gb_per_s_all_cores"]
     if every < 0.95 * one and len(ceilings["cores"]) > 1:
         found.append(f"all cores read {every} GB/s, less than one alone ({one}): something else was running")

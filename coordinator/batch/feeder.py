@@ -28,7 +28,7 @@ from coremill.config.request_fields import shown
 from coremill.coordinator.admission import sequence_request
 from coremill.coordinator.batch.plan import PlanWindow
 from coremill.coordinator.batch.reader import LineReader, RawLine
-from coremill.coordinator.batch.results import Row
+from coremill.coordinator.batch.results import Record, Row, error_of_line
 from coremill.coordinator.batch.rowtable import (
     IN_ERRORS,
     IN_RESULTS,
@@ -69,16 +69,18 @@ class Rules:
 
 @dataclass(slots=True)
 class Finished:
-    """A row with its outcome: exactly one of result and error is set."""
+    """A row with its outcome: a result, or an error, or the record of a row that was finished by an earlier run and
+    waited for its turn. record: also of a row of this run that waits."""
 
     row: Row
     result: SequenceResult | None = None
     error: RequestError | None = None
+    record: Record | None = None
 
     @property
     def failure(self) -> RequestError | None:
         """Why it has no result, whether it ran or not."""
-        return self.error or self.result.error
+        return self.error or (self.result.error if self.result else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,10 @@ class Feeder:
         submit: Submit,
         post: Callable[[object], None],
         window: Window,
+        waited: Callable[[bytes], Record | None],
     ) -> None:
+        """waited: takes the record of a row that an earlier run finished and did not write."""
+        self._waited = waited
         self._lines, self._intake, self._rules = lines, intake, rules
         self._prepare, self._submit, self._post, self._window = prepare, submit, post, window
         self._plan = PlanWindow()
@@ -266,6 +271,8 @@ class Feeder:
                 self._window.release(cost)
             elif isinstance(admitted[1], RequestError):
                 self._post(Finished(admitted[0], error=admitted[1]))
+            elif (record := self._waited(admitted[0].key)) is not None and record.digest == admitted[0].digest:
+                self._post(Finished(admitted[0], error=error_of_line(record.line), record=record))
             else:
                 self._rows.put(admitted)  # type: ignore[arg-type]
         # A pipe seems to end where its reading is interrupted.

@@ -62,7 +62,7 @@ def progress_line(progress: Progress, view: dict[str, Any]) -> str:
         line += f", {progress.cached_tokens / progress.prompt_tokens:.0%} of prompts cached"
     share = share_done(progress, left)
     if share is not None and left is not None:
-        line += f"; {share:.0%}, about {format_seconds(left)} left"
+        line += f"; {share:.0%} of the time, about {format_seconds(left)} left"
     return line
 
 

@@ -44,6 +44,16 @@ class Row:
     num_prompt: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A finished row, ready to be written: its line goes to OUT or, failed, to the error file."""
+
+    key: bytes
+    digest: bytes
+    failed: bool
+    line: bytes
+
+
 def row_of_line(line: bytes) -> tuple[bytes, bool] | None:
     """(row key, whether it failed) of a line that result_line or error_line made; None for any other line."""
     head, tail = _HEAD.match(line), _TAIL.search(line, max(0, len(line) - _MAX_TAIL_BYTES))
@@ -51,6 +61,12 @@ def row_of_line(line: bytes) -> tuple[bytes, bool] | None:
         return None
     failed = head[2] is not None
     return None if failed == (tail[1] is not None) else (bytes.fromhex(head[1].decode()), failed)
+
+
+def error_of_line(line: bytes) -> RequestError | None:
+    """The error of a line that error_line made; None for one of result_line."""
+    error = json.loads(line)["error"]
+    return error and RequestError(error["code"], error["message"])
 
 
 def find_rows(paths: Iterable[str], keys: Iterable[bytes]) -> dict[bytes, dict[str, Any]]:

@@ -29,10 +29,10 @@ from coremill.coordinator.batch.feeder import (
 )
 from coremill.coordinator.batch.plan import Plan
 from coremill.coordinator.batch.reader import LineReader
-from coremill.coordinator.batch.results import LineMaker
+from coremill.coordinator.batch.results import LineMaker, Record, Row
 from coremill.coordinator.batch.rowtable import IN_ERRORS, IN_RESULTS, SEEN, RowTable
 from coremill.coordinator.batch.window import InputOrder, Window
-from coremill.coordinator.batch.writer import Record, ResultFiles
+from coremill.coordinator.batch.writer import ResultFiles
 from coremill.coordinator.engine import NOT_THE_REQUESTS_FAULT
 
 # Of input lines in flight: their token ids take some ten times as much.
@@ -138,7 +138,14 @@ class Runner:
         self._window = Window(window_rows, window_bytes)
         self._intake = Intake(table, rules, lines.format == "text", keep=keep)
         self._feeder = Feeder(
-            lines, self._intake, rules, prepare=prepare, submit=submit, post=self._mail.put, window=self._window
+            lines,
+            self._intake,
+            rules,
+            prepare=prepare,
+            submit=submit,
+            post=self._mail.put,
+            window=self._window,
+            waited=lambda key: self._files.waited.pop(key, None),
         )
         self._progress = Progress()
         self._outcome = Outcome(self._progress)
@@ -170,6 +177,7 @@ class Runner:
         if outcome.stopped is not None:
             self._note_input_end()
         else:
+            self._files.forget_waited()
             outcome.num_gone = table.count(IN_RESULTS, without=SEEN) + table.count(IN_ERRORS, without=SEEN)
             outcome.num_dropped_errors = num_retried and table.count(0, without=SEEN | IN_RESULTS | IN_ERRORS)
         return outcome
@@ -218,6 +226,8 @@ class Runner:
         lost = None
         done: list[Finished] = []
         for item in finished:
+            if item.record is not None and item.failure is not None:
+                self._count_failure(item.row, item.failure)
             if item.failure is not None and item.failure.code == "cancelled" and item.row.custom_id in self._cancelled:
                 item.error = RequestError("cancelled", "the row was cancelled by hand while the run was going on")
             elif item.failure is not None and item.failure.code in NOT_THE_REQUESTS_FAULT:  # left for the next run
@@ -225,12 +235,14 @@ class Runner:
                 continue
             done.append(item)
         ready = done if self._order is None else list(self._order.take(done))
+        if self._order is not None and not self._strict:  # which may drop what fails
+            self._hold([item for item in done if not self._order.has_given(item.row)])
         if self._strict and (failed := [item for item in ready if item.failure is not None]):
             first = min(failed, key=lambda item: item.row.ordinal)
             ready = [item for item in ready if item.failure is None or item is first]
             self._outcome.stopped = "strict"
         if ready:
-            self._files.write([self._record(item) for item in ready])
+            self._files.write([item.record or self._record(item) for item in ready])
         for item in ready:
             self._window.release(item.row.cost)
             self._progress.num_errors += item.failure is not None
@@ -239,13 +251,16 @@ class Runner:
         if lost is not None and self._outcome.stopped is None:
             raise EngineError(lost.message)
 
+    def _hold(self, items: list[Finished]) -> None:
+        for item in items:
+            item.record = item.record or self._record(item)
+        if items:
+            self._files.hold([item.record for item in items])
+
     def _record(self, item: Finished) -> Record:
         row, result, error, progress = item.row, item.result, item.failure, self._progress
         if error is not None:
-            codes, failures = self._outcome.error_codes, self._outcome.failures
-            codes[error.code] = codes.get(error.code, 0) + 1
-            if len(failures) < MAX_FAILURES_SHOWN:
-                failures.append(Failure(row.number, row.custom_id, error))
+            self._count_failure(row, error)
             line = self._maker.error_line(row, error, result)
         else:
             line = self._maker.result_line(row, result)
@@ -254,6 +269,12 @@ class Runner:
             progress.cached_tokens += result.cached_tokens
             progress.completion_tokens += len(result.token_ids)
         return Record(row.key, row.digest, error is not None, line)
+
+    def _count_failure(self, row: Row, error: RequestError) -> None:
+        codes, failures = self._outcome.error_codes, self._outcome.failures
+        codes[error.code] = codes.get(error.code, 0) + 1
+        if len(failures) < MAX_FAILURES_SHOWN:
+            failures.append(Failure(row.number, row.custom_id, error))
 
     def _note_input_end(self) -> None:
         """After a stop: whether the reader had come to the end by then, which its last letter says."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from coremill.coordinator.batch.feeder import Finished
+    from coremill.coordinator.batch.results import Row
 
 
 class Window:
@@ -57,6 +58,9 @@ class InputOrder:
     def __init__(self) -> None:
         self._next = 0
         self._held: list[tuple[int, Finished]] = []
+
+    def has_given(self, row: Row) -> bool:
+        return row.ordinal < self._next
 
     def take(self, finished: Iterable[Finished]) -> Iterator[Finished]:
         """Those of the rows so far whose turn has come."""

@@ -12,7 +12,6 @@ import os
 import stat
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from coremill.config.errors import RunError
@@ -25,22 +24,13 @@ from coremill.coordinator.batch.journal import (
     read_header,
     record_line,
 )
-from coremill.coordinator.batch.results import LINE_START, row_of_line
+from coremill.coordinator.batch.results import LINE_START, Record, row_of_line
 from coremill.coordinator.batch.rowtable import IN_ERRORS, IN_RESULTS, UNKNOWN_DIGEST, RowTable
 from coremill.coordinator.batch.slowly import Slowly, Stage
+from coremill.coordinator.batch.waiting import WaitingRows
 
 SYNC_SECONDS = 1.0
 _PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A finished row, ready to be written: its line goes to OUT or, failed, to the error file."""
-
-    key: bytes
-    digest: bytes
-    failed: bool
-    line: bytes
 
 
 def default_errors_path(out: str) -> str:
@@ -59,6 +49,7 @@ class ResultFiles:
         table: gets IN_RESULTS, IN_ERRORS and the digests of finished rows.
     Attributes:
         repaired: files whose last line a crash had torn, which was cut off.
+        waited: rows by key that an earlier run finished and held back; they need only be written.
         started: when the first of the runs that made these files began, which is the time templates are told.
     Raises RunError, ResumeRefusedError. Nothing an earlier run finished is changed by opening.
     """
@@ -81,6 +72,8 @@ class ResultFiles:
         self._open: list[AppendFile] = []
         self.repaired: list[str] = []
         paths = {"OUT": out, "the error file": self._errors_path, "the journal": out + ".journal"}
+        paths["the file of rows that wait"] = out + ".waiting"
+        self._waiting = WaitingRows(out + ".waiting", fingerprint)
         _check_paths(paths | ({} if stats is None else {"--stats": stats}), input_identity)
         try:
             self._journal = self._open_file(out + ".journal")
@@ -123,6 +116,17 @@ class ResultFiles:
                 self._errors = self._open_file(self._errors_path)
                 _sync_folder(self._errors_path)
             self._errors.append(failures)
+        self._waiting.forget(record.key for record in records)
+
+    def hold(self, records: Sequence[Record]) -> None:
+        """Finished rows that are to be written later: once this returns they, too, survive the death of any process."""
+        self._syncer.check()
+        self._waiting.keep(records)
+
+    def forget_waited(self) -> None:
+        """Rows that waited are not in the input any more."""
+        self._waiting.forget(self.waited)
+        self.waited = {}
 
     def forget_errors(self) -> None:
         """Failed rows are to run again: empties the error file. From then on they count as not yet run, so a
@@ -130,6 +134,8 @@ class ResultFiles:
         if self._errors is not None:
             self._errors.cut(0)
         self._table.clear_flag(IN_ERRORS)
+        self._waiting.forget([key for key, record in self.waited.items() if record.failed])
+        self.waited = {key: record for key, record in self.waited.items() if not record.failed}
 
     def close(self) -> None:
         """Syncs and closes. RunError when the disk refuses; the files are closed even then."""
@@ -153,6 +159,7 @@ class ResultFiles:
                     os.unlink(file.path)
 
     def _close_files(self) -> None:
+        self._waiting.close()
         for file in self._open:
             file.close()
         self._open.clear()
@@ -177,7 +184,8 @@ class ResultFiles:
         self._cut_torn(self._out, out_end)
         if self._errors is not None:
             self._cut_torn(self._errors, errors_end)
-        if num_results + num_errors == 0:
+        self.waited = self._waiting.load(lambda key: self._table.get(key)[1])
+        if header is None or num_results + num_errors + len(self.waited) == 0:
             self.started = datetime.datetime.now().replace(microsecond=0)
             self._journal.cut(0)
             self._journal.append(header_line(fingerprint, errors_name, self.started))

@@ -135,6 +135,7 @@ class Batch:
         self.out = folder / "out.jsonl"
         self.errors = folder / "out.errors.jsonl"
         self.journal = folder / "out.jsonl.journal"
+        self.waiting = folder / "out.jsonl.waiting"
 
     def write(self, rows, name: str | None = None) -> None:
         data = (

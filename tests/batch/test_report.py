@@ -191,7 +191,7 @@ def view(prompt=0.0, new=0.0, left=None, paused=False, workers=()):
 def test_progress_line():
     progress = Progress(num_read=8, num_results=2, num_errors=1, num_rows=8, input_ended=True, seconds=10)
     assert progress_line(progress, view(100.0, 50.4, 10.0)) == (
-        "3 of 8 rows, 1 failed; 100 prompt + 50 new tokens/s; 50%, about 10 s left"
+        "3 of 8 rows, 1 failed; 100 prompt + 50 new tokens/s; 50% of the time, about 10 s left"
     )
     assert progress_line(progress, view(100.0, 50.4, 10.0, paused=True)) == "3 of 8 rows, 1 failed; paused"
     assert progress_line(Progress(num_results=5), view()) == "5 rows; 0 prompt + 0 new tokens/s"

@@ -118,7 +118,7 @@ def test_inspect_says_why_a_model_is_not_supported(tmp_path, root):
     file.add("general.name", "string", "evil\x1b[2J\nname")
     file.tensor("t", (256,), 10, bytes(84))
     text = coremill("inspect", file.save(tmp_path / "m.gguf"))
-    assert "no: general.architecture 'mamba' is not supported; supported: llama" in text
+    assert "no: general.architecture 'mamba' is not supported; supported: gemma, gemma3, llama, qwen2, qwen3" in text
     assert "1 Q2_K" in text and "\x1b" not in text
     report = json.loads(coremill("inspect", tmp_path / "m.gguf", "--json"))
     assert report["supported"] is False and "mamba" in report["why"] and report["parameters"] == 256

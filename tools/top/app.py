@@ -39,7 +39,7 @@ class App:
         self._sort, self._descending, self._first = 0, False, 0
         self._message = ""
         # What is being typed, and what to do with it once it has been; None: keys are commands.
-        self._question: tuple[str, Callable[[str], None]] | None = None
+        self._question: tuple[str, Callable[[str], None], bool] | None = None
         self._typed = ""
         self._leaving = False
         self._read_end, self._write_end = os.pipe()
@@ -154,8 +154,11 @@ class App:
             action()
 
     def _type(self, key: str) -> None:
-        _, done = self._question
-        if key == "escape":
+        _, done, one_key = self._question
+        if one_key:
+            self._question = None
+            done(key)
+        elif key == "escape":
             self._question = None
         elif key == "enter":
             self._question = None
@@ -165,8 +168,8 @@ class App:
         elif len(key) == 1 and key.isprintable() and len(self._typed) < _LONGEST_INPUT:
             self._typed += key
 
-    def _ask(self, question: str, done: Callable[[str], None]) -> None:
-        self._question, self._typed = (question, done), ""
+    def _ask(self, question: str, done: Callable[[str], None], *, one_key: bool = False) -> None:
+        self._question, self._typed = (question, done, one_key), ""
 
     def _leave(self) -> None:
         self._leaving = True
@@ -192,13 +195,13 @@ class App:
 
     def _confirm(self, key: str) -> None:
         def confirmed(answer: str) -> None:
-            if answer.lower() in ("y", "yes"):
+            if answer.lower() == "y":
                 self._tell("cancel", {"id": key}, f"cancelled {key}")
             else:
                 self._message = "nothing was cancelled"
 
         if key:
-            self._ask(f"cancel row {shortened(key, 60)!r}? It counts as failed. y or n:", confirmed)
+            self._ask(f"cancel row {shortened(key, 60)!r}? It counts as failed. y or n:", confirmed, one_key=True)
 
     def _ask_workers(self) -> None:
         def number(text: str) -> None:
